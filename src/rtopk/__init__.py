@@ -1,0 +1,38 @@
+"""rTop-k: train over slow links by sending 0.1 % to 1 % of each gradient and losing nothing.
+
+The stages, in the order a gradient passes them: memory, selector, codec, transport, aggregation. `Sparsifier`
+joins the first three.
+"""
+
+from rtopk.aggregate import average, average_sparse
+from rtopk.codec import Codec, PayloadError
+from rtopk.layout import Layout
+from rtopk.memory import ErrorFeedback, MomentumCorrection, NoMemory
+from rtopk.schedule import constant, warm_up
+from rtopk.select import RandomK, RTopK, TopK, random_k, rtop_k, top_k
+from rtopk.sparse import SparseVector
+from rtopk.sparsifier import Sparsifier
+from rtopk.transport import InProcess
+
+__version__ = "0.1.0"
+__all__ = [
+    "Codec",
+    "ErrorFeedback",
+    "InProcess",
+    "Layout",
+    "MomentumCorrection",
+    "NoMemory",
+    "PayloadError",
+    "RTopK",
+    "RandomK",
+    "SparseVector",
+    "Sparsifier",
+    "TopK",
+    "average",
+    "average_sparse",
+    "constant",
+    "random_k",
+    "rtop_k",
+    "top_k",
+    "warm_up",
+]

@@ -1,0 +1,81 @@
+"""The vectors of all nodes -> one mean.
+
+The paper states two rules. Algorithm 1 divides the sum by n: `mean="nodes"`. The text of its Section IV says
+that the centre averages, for each component, the updates that it receives for that component:
+`mean="received"`; a component that one node sent then moves by that node's whole value. They differ by up
+to a factor n exactly where rTop-k differs from top-k.
+
+Nodes are added one after the other in the order given, so the result is the same to the bit everywhere.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rtopk.sparse import SparseVector
+
+Mean = Literal["nodes", "received"]
+
+
+def average(
+    vectors: Sequence[SparseVector], mean: Mean = "nodes", weights: Sequence[float] | None = None
+) -> Tensor:
+    """Return the mean of the nodes' vectors, dense.
+
+    `weights` are the nodes' shares, for instance their numbers of examples; without them all count alike.
+
+    >>> a = SparseVector(torch.tensor([0, 1]), torch.tensor([2.0, 4.0]), 3)
+    >>> b = SparseVector(torch.tensor([1]), torch.tensor([8.0]), 3)
+    >>> average([a, b]), average([a, b], mean="received")
+    (tensor([1., 6., 0.]), tensor([2., 6., 0.]))
+    """
+    size = _check(vectors, mean, weights)
+    return _mean([vector.indices for vector in vectors], vectors, size, mean, weights)
+
+
+def average_sparse(
+    vectors: Sequence[SparseVector], mean: Mean = "nodes", weights: Sequence[float] | None = None
+) -> SparseVector:
+    """Return the same mean on the union of the nodes' positions, without making a vector of d entries."""
+    size = _check(vectors, mean, weights)
+    union = torch.unique(torch.cat([vector.indices for vector in vectors]))
+    slots = [torch.searchsorted(union, vector.indices) for vector in vectors]
+    return SparseVector(union, _mean(slots, vectors, union.numel(), mean, weights), size)
+
+
+def _mean(
+    slots: Sequence[Tensor],  # where each node's values go, unique within a node
+    vectors: Sequence[SparseVector],
+    size: int,
+    mean: Mean,
+    weights: Sequence[float] | None,
+) -> Tensor:
+    total = torch.zeros(size, dtype=vectors[0].values.dtype, device=vectors[0].values.device)
+    received = torch.zeros_like(total) if mean == "received" else None
+    for node, (slot, vector) in enumerate(zip(slots, vectors, strict=True)):
+        weight = 1.0 if weights is None else float(weights[node])
+        total[slot] += vector.values if weights is None else weight * vector.values
+        if received is not None:
+            received[slot] += weight
+    if received is None:
+        return total.div_(len(vectors) if weights is None else float(sum(weights)))
+    # 0 / 0 where nobody sent, and where only nodes of weight zero did: those stay as they are.
+    return total.div_(received.masked_fill_(received == 0, 1.0))
+
+
+def _check(vectors: Sequence[SparseVector], mean: str, weights: Sequence[float] | None) -> int:
+    if not vectors:
+        raise ValueError("there must be at least one vector to average, got none")
+    sizes = {vector.size for vector in vectors}
+    if len(sizes) > 1:
+        raise ValueError(f"vectors must have one size, got {sorted(sizes)}")
+    if mean not in get_args(Mean):
+        raise ValueError(f"mean must be one of {get_args(Mean)}, got {mean!r}")
+    if weights is not None:
+        if len(weights) != len(vectors):
+            raise ValueError(f"{len(vectors)} vectors need as many weights, got {len(weights)}")
+        if not all(0.0 <= w < float("inf") for w in weights) or not sum(weights) > 0.0:
+            raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")
+    return vectors[0].size

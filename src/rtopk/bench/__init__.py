@@ -1,0 +1,1 @@
+"""Benchmarks: each measures us beside a floor and rivals in the same run."""

@@ -1,0 +1,50 @@
+"""The command line: parse, call, print; no logic. One file per group of commands.
+
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. An error is one line; `--debug` shows where.
+"""
+
+import os
+import sys
+
+try:
+    import typer
+except ImportError:  # pragma: no cover
+    sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
+
+app = typer.Typer(
+    name="rtopk",
+    help="Train over slow links: send 0.1 % to 1 % of each gradient and lose nothing.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from rtopk import __version__
+
+        print(f"rtopk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print version."),
+) -> None:
+    if debug:
+        os.environ["RTOPK_DEBUG"] = "1"
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except Exception as error:
+        if os.environ.get("RTOPK_DEBUG"):
+            raise
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        print(f"rtopk: {kind}{error}", file=sys.stderr)
+        sys.exit(1)

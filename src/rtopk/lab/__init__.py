@@ -1,0 +1,1 @@
+"""The statistical half of the paper, running: models, encoder, estimators, bounds, risk."""

@@ -1,0 +1,84 @@
+"""One node's way from gradient to payload: the only place that writes the order of the stages.
+
+Algorithm 1 of the paper, "On Nodes": add to memory, select, encode, subtract what was decoded.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtopk.codec import Codec
+from rtopk.layout import Layout
+from rtopk.memory import ErrorFeedback, Memory
+from rtopk.schedule import Schedule, as_schedule
+from rtopk.seed import generator
+from rtopk.select import Selector
+from rtopk.sparse import SparseVector
+
+
+class Sparsifier:
+    """Turn a node's gradients into payloads, and keep what was not sent.
+
+    `density` is a number or a schedule (step -> density) and counts the entries that compete; with a
+    `layout`, its dense tail is sent whole beside them. Draws depend on (seed, node, step) alone, so nodes
+    draw independently and a repeated step draws the same.
+
+    >>> from rtopk import RTopK
+    >>> node = Sparsifier(RTopK(nodes=5), density=0.01)
+    >>> payload = node.compress(torch.arange(1000.0), step=0)
+    >>> node.codec.decode(payload).indices.numel()
+    10
+    """
+
+    def __init__(
+        self,
+        selector: Selector,
+        density: float | Schedule,
+        memory: Memory | None = None,
+        codec: Codec | None = None,
+        seed: int = 0,
+        *,
+        node: int = 0,
+        layout: Layout | None = None,
+    ) -> None:
+        self.selector = selector
+        self.density = as_schedule(density)
+        self.memory = ErrorFeedback() if memory is None else memory
+        self.codec = Codec(fingerprint=layout.fingerprint if layout else 0) if codec is None else codec
+        self.seed = seed
+        self.node = node
+        self.layout = layout
+
+    def compress(self, gradient: Tensor, step: int) -> Tensor:
+        """Return the payload of this step; a gradient that is refused leaves all state as it was."""
+        if self.layout is not None and gradient.numel() != self.layout.size:
+            raise ValueError(f"gradient must have {self.layout.size} entries, got {gradient.numel()}")
+        rng = generator(self.seed, self.node, step)
+        density = self.density(step)
+        accumulated = self.memory.add(gradient)  # (d,)
+        chosen = SparseVector.gather(accumulated, self._choose(accumulated, density, rng))
+        payload, sent = self.codec.encode_with_decoded(chosen, rng)
+        self.memory.subtract(sent)
+        return payload
+
+    def _choose(self, vector: Tensor, density: float, rng: torch.Generator) -> Tensor:
+        dense_size = self.layout.dense_size if self.layout else 0
+        sparse_size = vector.numel() - dense_size
+        tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
+        if not sparse_size:
+            return tail
+        k = max(1, round(density * sparse_size))
+        return torch.cat([self.selector.select(vector[:sparse_size], k, rng), tail])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next step depends on: numbers and tensors only."""
+        return {"seed": self.seed, "node": self.node, "memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; one of another seed or node is refused and changes nothing."""
+        for name, own in (("seed", self.seed), ("node", self.node)):
+            if state[name] != own:
+                raise ValueError(f"state is of {name} {state[name]}, this sparsifier has {name} {own}")
+        self.memory.load_state_dict(state["memory"])
