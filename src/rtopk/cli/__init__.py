@@ -11,6 +11,9 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
+from rtopk.cli.demo import demo
+from rtopk.cli.train import train
+
 app = typer.Typer(
     name="rtopk",
     help="Train over slow links: send 0.1 % to 1 % of each gradient and lose nothing.",
@@ -36,6 +39,10 @@ def _options(
 ) -> None:
     if debug:
         os.environ["RTOPK_DEBUG"] = "1"
+
+
+app.command()(demo)
+app.command()(train)
 
 
 def main() -> None:

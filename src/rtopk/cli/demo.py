@@ -1,0 +1,50 @@
+"""`rtopk demo`."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+
+def demo(
+    seeds: int = typer.Option(3, min=1, help="Runs of each method, with different seeds."),
+    rounds: int = typer.Option(3000, min=60, help="Rounds in the distributed setting; half in the other."),
+    jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
+    out: Path = typer.Option(Path("runs/demo"), help="Where records and the picture go."),
+    fresh: bool = typer.Option(False, help="Run again what is recorded there already."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
+) -> None:
+    """Train on scikit-learn's digits with five nodes, every method, and compare.
+
+    Dense, top-k, random-k and rTop-k, in the distributed setting (one round per
+    batch) and the federated one (one round per local training), and what each
+    sent. A minute or two on two cores.
+    """
+    from rtopk.cli.show import console, print_json, results_table, runs_progress
+    from rtopk.experiments import demo as experiment
+    from rtopk.experiments.plot import score_against_bytes
+    from rtopk.experiments.runner import run_all
+    from rtopk.experiments.summary import summarise
+
+    results = out / "results.jsonl"
+    if fresh:
+        results.unlink(missing_ok=True)
+    configs = experiment.configs(seeds, rounds)
+    names = [f"{c.setting:11} {c.method:8} {'' if c.method == 'dense' else c.density}" for c in configs]
+    with runs_progress(configs, names) as on_progress:
+        records = run_all(configs, results, out / "unfinished", jobs, on_progress)
+    rows = summarise(records)
+    picture = out / "accuracy-against-bytes.png"
+    score_against_bytes(records, picture)
+    if as_json:
+        print_json({"rows": [asdict(row) for row in rows], "results": str(results), "picture": str(picture)})
+        return
+    for setting, what in (
+        ("distributed", "one round per batch"),
+        ("federated", "one round per local training"),
+    ):
+        console.print(
+            results_table(f"{setting} setting: {what}", [row for row in rows if row.setting == setting])
+        )
+    console.print(f"Five nodes, {records[0]['parameters']:,} parameters. Bytes are measured on the payloads.")
+    console.print(f"Records: {results}\nPicture: {picture}")

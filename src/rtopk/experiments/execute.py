@@ -1,0 +1,123 @@
+"""Drive one run from start to record: rounds, evaluations, checkpoints, resume, a clean stop.
+
+With a folder, a run writes `events.jsonl` (one line per evaluation, as it happens), `checkpoint.pt` (about
+every half minute and when stopped) and `record.json` (at the end). A run that goes on from its checkpoint
+ends with the same weights, to the bit, as one that was never stopped.
+"""
+
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtopk.experiments.config import Config
+from rtopk.experiments.records import Record, append, digest, environment, write_atomically
+from rtopk.experiments.train import Run
+
+CHECKPOINT_SECONDS = 30.0
+
+
+class Interrupted(Exception):  # noqa: N818 -- nothing went wrong
+    """The run was asked to stop, and has written its checkpoint if it has a folder."""
+
+
+def execute(
+    config: Config,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    on_round: Callable[[Run], None] = lambda run: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Record:
+    """Train to the last round and return the record."""
+    if folder is not None and resume and (folder / "record.json").exists():
+        record: Record = json.loads((folder / "record.json").read_text())
+        if record["key"] != config.key:
+            raise ValueError(f"{folder} holds a finished run of another configuration; choose another folder")
+        return record
+    if folder is not None and not resume and (folder / "checkpoint.pt").exists():
+        raise ValueError(
+            f"{folder} holds a run already; add --resume to go on with it, or choose another folder"
+        )
+    run = Run(config)
+    curve: list[dict[str, float]] = []
+    seconds = 0.0
+    if folder is not None and resume and (folder / "checkpoint.pt").exists():
+        curve, seconds = _load(folder / "checkpoint.pt", run)
+    if folder is not None:  # events after the checkpoint will be lived through again
+        write_atomically(folder / "events.jsonl", "".join(json.dumps(p) + "\n" for p in curve).encode())
+    started = saved = time.monotonic()
+    while run.round < config.rounds:
+        run.advance()
+        now = time.monotonic()
+        if run.round % config.evaluate_every == 0 or run.round == config.rounds:
+            curve.append(_point(run, seconds + now - started))
+            if folder is not None:
+                append(folder / "events.jsonl", curve[-1])
+        on_round(run)
+        stop = should_stop()
+        if folder is not None and (stop or now - saved > CHECKPOINT_SECONDS):
+            _save(folder / "checkpoint.pt", run, curve, seconds + now - started)
+            saved = now
+        if stop:
+            raise Interrupted(f"stopped after round {run.round} of {config.rounds}")
+    seconds += time.monotonic() - started
+    record = _record(run, curve, seconds)
+    if folder is not None:
+        _save(folder / "checkpoint.pt", run, curve, seconds)
+        write_atomically(folder / "record.json", json.dumps(record, indent=1).encode())
+    return record
+
+
+def _point(run: Run, seconds: float) -> dict[str, float]:
+    scores = run.evaluate()
+    return {
+        "round": run.round,
+        "train_loss": run.loss,
+        **scores,
+        "sent_bytes": run.sent,
+        "received_bytes": run.received,
+        "density": run.nodes[0].sparsifier.density(run.round - 1),
+        "residual_norm": run.residual_norm(),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _record(run: Run, curve: list[dict[str, float]], seconds: float) -> Record:
+    config = run.config
+    return {
+        "kind": "train",
+        "key": config.key,
+        "config": config.to_dict(),
+        "metric": run.task.metric,
+        "higher_is_better": run.task.higher_is_better,
+        "parameters": run.layout.size,
+        "final": curve[-1],
+        "sent_bytes_per_round": run.sent / config.rounds,
+        "received_bytes_per_round": run.received / config.rounds,
+        "curve": curve,
+        "seconds": round(seconds, 3),
+        "weights": digest(run.vector()),
+        "environment": environment(),
+    }
+
+
+def _save(path: Path, run: Run, curve: list[dict[str, float]], seconds: float) -> None:
+    buffer = io.BytesIO()
+    torch.save({"run": run.state_dict(), "curve": curve, "seconds": seconds}, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def _load(path: Path, run: Run) -> tuple[list[dict[str, float]], float]:
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a checkpoint that can be read ({error}); delete it to start over"
+        ) from error
+    run.load_state_dict(state["run"])
+    return state["curve"], state["seconds"]

@@ -1,0 +1,97 @@
+"""Many runs side by side: one process each, with progress, skipping what is recorded already.
+
+Each run has a folder of its own under `folder`, so a runner that was stopped or killed goes on where its runs
+were. A finished run is one line in the results file.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import torch
+
+from rtopk.experiments.config import Config
+from rtopk.experiments.execute import execute
+from rtopk.experiments.records import Record, append, read
+from rtopk.experiments.train import Run
+
+Progress = Callable[[str, int], None]  # key of a run, rounds it has done
+REPORT_EVERY = 25  # rounds between two reports of a worker
+
+
+def run_all(
+    configs: Sequence[Config], results: Path, folder: Path, jobs: int, on_progress: Progress
+) -> list[Record]:
+    """Run every configuration that has no record in `results`; return the records of all, in order.
+
+    Ctrl-C lets every worker finish its round and write its checkpoint, then raises KeyboardInterrupt.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    wanted = {config.key for config in configs}
+    done = {record["key"]: record for record in read(results) if record["key"] in wanted}
+    for config in configs:
+        if config.key in done:
+            on_progress(config.key, config.rounds)
+    missing = [config for config in configs if config.key not in done]
+    if missing:
+        _run(missing, results, folder, jobs, on_progress, done)
+    return [done[config.key] for config in configs]
+
+
+def _run(
+    configs: Sequence[Config],
+    results: Path,
+    folder: Path,
+    jobs: int,
+    on_progress: Progress,
+    done: dict[str, Record],
+) -> None:
+    context = multiprocessing.get_context("spawn")  # a forked torch may hang in its thread pool
+    stop, reports = context.Event(), context.SimpleQueue()
+    with ProcessPoolExecutor(jobs, context, _start_worker, (stop, reports)) as pool:
+        pending: set[Future[Record]] = {pool.submit(_work, c, folder / c.key) for c in configs}
+        try:
+            while pending:
+                finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                while not reports.empty():
+                    on_progress(*reports.get())
+                for future in finished:
+                    record = future.result()
+                    append(results, record)
+                    done[record["key"]] = record
+                    on_progress(record["key"], record["config"]["rounds"])
+        except BaseException:
+            stop.set()
+            for future in pending:
+                future.cancel()
+            raise
+
+
+_stop: Event
+_reports: "SimpleQueue[tuple[str, int]]"
+_parent: int
+
+
+def _start_worker(stop: Event, reports: "SimpleQueue[tuple[str, int]]") -> None:
+    global _stop, _reports, _parent  # how a pool hands things to its workers
+    _stop, _reports, _parent = stop, reports, os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, through `stop`
+    torch.set_num_threads(1)
+
+
+def _work(config: Config, folder: Path) -> Record:
+    def report(run: Run) -> None:
+        if run.round % REPORT_EVERY == 0:
+            _reports.put((config.key, run.round))
+
+    # A worker whose parent was killed must not go on alone.
+    def should_stop() -> bool:
+        return _stop.is_set() or os.getppid() != _parent
+
+    return execute(config, folder, resume=True, on_round=report, should_stop=should_stop)

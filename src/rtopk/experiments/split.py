@@ -1,0 +1,30 @@
+"""Divide a training set among nodes: alike (i.i.d.), or each node with its own mix of classes."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rtopk.seed import derive, generator
+
+
+def split(targets: Tensor, nodes: int, kind: str, alpha: float, seed: int) -> list[Tensor]:
+    """Return the positions of each node's examples; every example goes to exactly one node."""
+    if nodes > len(targets):
+        raise ValueError(f"{len(targets)} examples cannot be divided among {nodes} nodes")
+    if kind == "iid":
+        order = torch.randperm(len(targets), generator=generator(seed, "split"))
+        return list(order.tensor_split(nodes))
+    return _dirichlet(targets, nodes, alpha, seed)
+
+
+def _dirichlet(targets: Tensor, nodes: int, alpha: float, seed: int) -> list[Tensor]:
+    """Divide each class by shares drawn from a symmetric Dirichlet distribution (Hsu et al., 2019)."""
+    rng = np.random.default_rng(derive(seed, "dirichlet"))
+    parts: list[list[Tensor]] = [[] for _ in range(nodes)]
+    for label in torch.unique(targets):
+        members = (targets == label).nonzero()[:, 0]
+        members = members[torch.from_numpy(rng.permutation(len(members)))]
+        cuts = (np.cumsum(rng.dirichlet([alpha] * nodes))[:-1] * len(members)).astype(int)
+        for part, piece in zip(parts, members.tensor_split(torch.from_numpy(cuts)), strict=True):
+            part.append(piece)
+    return [torch.cat(pieces) for pieces in parts]
