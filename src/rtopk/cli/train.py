@@ -41,7 +41,7 @@ def train(
     evaluate_every: int = typer.Option(_DEFAULT.evaluate_every, help="Rounds between evaluations."),
     out: Path | None = typer.Option(None, help="Folder of the run; default runs/train-KEY."),
     resume: bool = typer.Option(False, help="Go on from the folder's checkpoint."),
-    threads: int = typer.Option(0, help="Threads of torch; 0 leaves torch's choice."),
+    threads: int = typer.Option(1, min=1, help="Threads of torch; more pays for large models only."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as one JSON object."),
 ) -> None:
     """Train once and write a record.
@@ -64,8 +64,7 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool
     from rtopk.cli.show import console, errors, make_progress, print_json
     from rtopk.experiments.execute import Interrupted, execute
 
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:

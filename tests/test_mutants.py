@@ -1,0 +1,87 @@
+"""Break the library on purpose: each mistake is caught by the law named beside it.
+
+A law that lets its mutant live is a test that cannot fail.
+"""
+
+import pytest
+import torch
+
+import laws
+from rtopk import Codec, ErrorFeedback, MomentumCorrection, SparseVector, TopK, memory, select
+
+
+def with_replacement(r, k, rng):
+    """Draw positions that may repeat."""
+    return torch.randint(r, (k,), generator=rng).sort().values
+
+
+def one_too_many(vector, r, *args, **options):
+    """Consider r + 1 entries."""
+    return ORIGINAL_LARGEST(vector, min(r + 1, vector.numel()), *args, **options)
+
+
+def zero_what_was_sent(self, sent):
+    """Forget the residual of a sent entry instead of subtracting what was decoded."""
+    self.residual[sent.indices] = 0.0
+
+
+def subtract_without_masking(self, sent):
+    """Leave the velocity of sent entries as it is."""
+    self.residual[sent.indices] -= sent.values
+
+
+ORIGINAL_LARGEST = select.largest
+
+MUTANTS = {
+    "sampling with replacement": (
+        (select, "draw", with_replacement),
+        laws.draws_without_replacement,
+    ),
+    "off-by-one r": (
+        (select, "largest", one_too_many),
+        laws.draws_without_replacement,
+    ),
+    "zeroing what was sent instead of subtracting what was decoded": (
+        (memory.ErrorFeedback, "subtract", zero_what_was_sent),
+        laws.quantisation_error_stays,
+    ),
+    "unmasked velocity": (
+        (memory.MomentumCorrection, "subtract", subtract_without_masking),
+        laws.masked_velocity_is_forgotten,
+    ),
+    "residual never subtracted": (
+        (memory.ErrorFeedback, "subtract", lambda self, sent: None),
+        lambda: laws.nothing_lost(TopK(), ErrorFeedback(), Codec()),
+    ),
+    "unmasked velocity loses mass against the masked law": (
+        (memory.MomentumCorrection, "subtract", subtract_without_masking),
+        lambda: laws.nothing_lost(TopK(), MomentumCorrection(), Codec()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name, monkeypatch):
+    (owner, attribute, broken), law = MUTANTS[name]
+    law()  # holds for the library as it is
+    monkeypatch.setattr(owner, attribute, broken)
+    with pytest.raises((AssertionError, IndexError)):
+        law()
+
+
+def test_subtracting_what_was_chosen_is_caught(monkeypatch):
+    """Taking out the chosen values instead of the decoded ones loses what the codec rounded away."""
+    decoded = Codec.encode_with_decoded
+
+    def chosen_instead(self, vector, rng=None):
+        return decoded(self, vector, rng)[0], vector
+
+    def coarse(self, vector, rng=None):
+        payload, _ = decoded(self, SparseVector(vector.indices, vector.values.round(), vector.size), rng)
+        return payload, vector
+
+    monkeypatch.setattr(Codec, "encode_with_decoded", chosen_instead)
+    laws.nothing_lost(TopK(), ErrorFeedback(), Codec())  # no difference while nothing is rounded
+    monkeypatch.setattr(Codec, "encode_with_decoded", coarse)
+    with pytest.raises(AssertionError):
+        laws.nothing_lost(TopK(), ErrorFeedback(), Codec())
