@@ -1,0 +1,121 @@
+"""Memories on their own: arithmetic by hand, dtypes, states that do not fit."""
+
+import math
+
+import pytest
+import torch
+
+from rtopk import ErrorFeedback, MomentumCorrection, NoMemory, SparseVector
+
+
+def sparse(indices, values, size):
+    return SparseVector(torch.tensor(indices), torch.tensor(values), size)
+
+
+def test_error_feedback_by_hand():
+    memory = ErrorFeedback()
+    assert memory.add(torch.tensor([3.0, 1.0])).tolist() == [3.0, 1.0]
+    memory.subtract(sparse([0], [2.5], 2))
+    assert memory.add(torch.tensor([1.0, 1.0])).tolist() == [1.5, 2.0]
+
+
+def test_no_memory_forgets():
+    memory = NoMemory()
+    gradient = torch.tensor([3.0, 1.0])
+    memory.add(gradient)
+    memory.subtract(sparse([0], [3.0], 2))
+    assert memory.add(gradient) is gradient
+    assert memory.state_dict() == {}
+
+
+def test_momentum_correction_by_hand():
+    memory = MomentumCorrection(momentum=0.5)
+    assert memory.add(torch.tensor([4.0, 2.0])).tolist() == [4.0, 2.0]
+    memory.subtract(sparse([0], [4.0], 2))
+    # entry 0: velocity masked; entry 1: velocity 1 + 1, residual 2 + 2
+    assert memory.add(torch.tensor([1.0, 1.0])).tolist() == [1.0, 4.0]
+    assert memory.velocity.tolist() == [1.0, 2.0]
+
+
+def test_local_clipping_bounds_what_is_added():
+    memory = MomentumCorrection(momentum=0.9, clip_norm=5.0)
+    assert torch.allclose(memory.add(torch.tensor([30.0, 40.0])), torch.tensor([3.0, 4.0]))
+    short = MomentumCorrection(momentum=0.9, clip_norm=5.0)
+    assert short.add(torch.tensor([0.3, 0.4])).tolist() == torch.tensor([0.3, 0.4]).tolist()
+    zero = MomentumCorrection(clip_norm=1.0)
+    assert zero.add(torch.zeros(2)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback, MomentumCorrection])
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_half_precision_is_accumulated_in_fp32(memory, dtype, kept):
+    memory = memory()
+    assert memory.add(torch.ones(4, dtype=dtype)).dtype == kept
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback, MomentumCorrection])
+def test_many_tiny_halves_are_not_lost(memory):
+    memory = memory(0.0) if memory is MomentumCorrection else memory()
+    for _ in range(1000):
+        memory.add(torch.full((3,), 0.001, dtype=torch.bfloat16))
+    step = float(torch.tensor(0.001, dtype=torch.bfloat16))
+    assert torch.allclose(memory.residual, torch.full((3,), 1000 * step), rtol=1e-4)
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback, MomentumCorrection])
+def test_gradient_that_is_a_view_with_a_stride(memory):
+    column = torch.arange(12.0).view(4, 3)[:, 1]
+    assert memory().add(column).tolist() == [1.0, 4.0, 7.0, 10.0]
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback, MomentumCorrection])
+def test_states_that_do_not_fit_are_refused_and_change_nothing(memory):
+    memory = memory()
+    memory.add(torch.ones(4))
+    before = memory.state_dict()
+    for state, message in (
+        ({"residual": torch.ones(5), "velocity": torch.ones(5)}, "shape|hold"),
+        ({"something": torch.ones(4)}, "must hold"),
+        ({name: torch.full((4,), math.nan) for name in before}, "finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            memory.load_state_dict(state)
+    after = memory.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_state_is_a_copy_both_ways():
+    memory = ErrorFeedback()
+    memory.add(torch.ones(3))
+    state = memory.state_dict()
+    memory.add(torch.ones(3))
+    assert state["residual"].tolist() == [1.0, 1.0, 1.0]
+    other = ErrorFeedback()
+    other.load_state_dict(state)
+    other.add(torch.ones(3))
+    assert state["residual"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_empty_state_is_that_of_a_new_memory():
+    memory = ErrorFeedback()
+    memory.load_state_dict({})
+    assert memory.residual is None
+    with pytest.raises(ValueError, match="holds nothing yet"):
+        memory.subtract(sparse([0], [1.0], 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": 1.0}, {"momentum": -0.1}, {"clip_norm": 0.0}, {"clip_norm": -1.0}]
+)
+def test_momentum_correction_checks_its_options(options):
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=f"{name} must"):
+        MomentumCorrection(**options)
