@@ -7,8 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from rtopk.aggregate import Mean
 from rtopk.codec import Codec
+from rtopk.layout import Layout, nothing, one_dimensional
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from rtopk.schedule import Schedule, check_density, constant, warm_up
 from rtopk.select import RandomK, RTopK, Selector, TopK
@@ -37,6 +40,7 @@ class Config:
     local_steps: int = 0  # federated: steps a round; 0 is one epoch over the node's data
 
     density: float = 0.01
+    dense_biases: bool = False  # send tensors of one dimension whole; the paper lets all entries compete
     r_over_k: float = 0.0  # rtop-k only; 0 is the paper's choice, the number of nodes
     memory: MemoryName = "error-feedback"
     masking: bool = True  # momentum-correction only
@@ -114,6 +118,10 @@ class Config:
         if not self.warm_up or self.warm_up_start <= self.density:
             return constant(self.density)
         return warm_up(self.density, self.warm_up, self.warm_up_start)
+
+    def make_layout(self, model: nn.Module) -> Layout:
+        """Lay out a model's parameters."""
+        return Layout.of(model, dense=one_dimensional if self.dense_biases else nothing)
 
     def make_codec(self, fingerprint: int) -> Codec:
         """Build the codec that all nodes share."""

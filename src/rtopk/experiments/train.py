@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from rtopk.aggregate import average
 from rtopk.experiments.config import Config
 from rtopk.experiments.tasks import Shard, Task, load
-from rtopk.layout import Layout
 from rtopk.seed import derive
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import InProcess, Transport
@@ -35,7 +34,7 @@ class Run:
         self.transport = InProcess(config.nodes) if transport is None else transport
         with seeded(config.seed, "weights"):
             self.model = self.task.make_model()
-        self.layout = Layout.of(self.model)
+        self.layout = config.make_layout(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.codec = config.make_codec(self.layout.fingerprint)
         self.optimizer = torch.optim.SGD(

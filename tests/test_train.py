@@ -1,0 +1,235 @@
+"""The one loop: it learns, repeats to the bit, resumes to the bit, and treats buffers as it says."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from rtopk.experiments.config import METHODS, Config
+from rtopk.experiments.execute import Interrupted, execute
+from rtopk.experiments.records import digest
+from rtopk.experiments.tasks import Classification, Shard, digits
+from rtopk.experiments.train import Run, seeded
+from rtopk.seed import generator
+
+SMALL = Config(rounds=12, nodes=3, evaluate_every=4, learning_rate=0.05)
+
+
+def weights(config, task=None):
+    run = Run(config, task)
+    for _ in range(config.rounds):
+        run.advance()
+    return run.vector()
+
+
+def normed_task():
+    """A task whose model has BatchNorm and dropout: buffers and a global generator in the forward pass."""
+    data = torch.randn(90, 6, generator=generator("data"))
+    targets = (data.sum(1) > 0).long()
+    model = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))  # noqa: E731
+    return Classification((data[:60], targets[:60]), (data[60:], targets[60:]), model)
+
+
+@pytest.mark.parametrize("setting", ["distributed", "federated"])
+@pytest.mark.parametrize("method", METHODS)
+def test_same_seed_same_bits_other_seed_other_bits(method, setting):
+    config = dataclasses.replace(SMALL, method=method, setting=setting, rounds=4)
+    first = weights(config)
+    assert torch.equal(first, weights(config))
+    assert not torch.equal(first, weights(dataclasses.replace(config, seed=1)))
+
+
+@pytest.mark.parametrize("setting", ["distributed", "federated"])
+def test_it_learns(setting):
+    rounds = 250 if setting == "distributed" else 25
+    record = execute(
+        Config(method="rtop-k", density=0.05, rounds=rounds, setting=setting, learning_rate=0.05)
+    )
+    assert record["final"]["accuracy"] > 80.0  # chance is 10
+    assert record["curve"][-1]["train_loss"] < record["curve"][0]["train_loss"] or len(record["curve"]) == 1
+
+
+def test_dense_distributed_is_plain_sgd_on_the_joint_batch():
+    """n nodes with batches of b are one node with the batch of all of them."""
+    config = dataclasses.replace(
+        SMALL, method="dense", momentum=0.9, weight_decay=0.01, rate_schedule="constant"
+    )
+    run = Run(config)
+    with seeded(config.seed, "weights"):
+        model = run.task.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
+    for round_ in range(5):
+        batches = [node.shard[round_] for node in run.nodes]
+        run.advance()
+        optimizer.zero_grad()
+        loss = run.task.loss(model, (torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])))
+        loss.backward()
+        optimizer.step()
+    expected = run.layout.flatten({name: p.detach() for name, p in model.named_parameters()})
+    assert torch.allclose(run.vector(), expected, atol=1e-6)
+
+
+def test_dense_federated_is_fedavg():
+    """The centre's new weights are the mean of where the nodes went, each alone from the common weights."""
+    config = dataclasses.replace(
+        SMALL, method="dense", setting="federated", rate_schedule="constant", momentum=0.5
+    )
+    run = Run(config)
+    ends = []
+    for node in run.nodes:
+        with seeded(config.seed, "weights"):
+            model = run.task.make_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
+        for step in range(node.shard.steps_per_epoch):
+            optimizer.zero_grad()
+            run.task.loss(model, node.shard[step]).backward()
+            optimizer.step()
+        ends.append(run.layout.flatten({name: p.detach() for name, p in model.named_parameters()}))
+    run.advance()
+    assert torch.allclose(run.vector(), torch.stack(ends).mean(0), atol=1e-6)
+
+
+def test_weights_by_examples():
+    config = dataclasses.replace(SMALL, split="dirichlet", alpha=0.3, weighted=True)
+    run = Run(config)
+    assert run.weights == [float(len(node.shard)) for node in run.nodes]
+    assert len(set(run.weights)) > 1
+    assert not torch.equal(weights(config), weights(dataclasses.replace(config, weighted=False)))
+
+
+@pytest.mark.parametrize("setting", ["distributed", "federated"])
+def test_buffers_belong_to_nodes_and_are_evaluated_by_their_mean(setting):
+    task = normed_task()
+    run = Run(Config(nodes=3, batch=10, rounds=5, setting=setting, density=0.5), task)
+    for _ in range(3):
+        run.advance()
+    means = [node.buffers["1.running_mean"] for node in run.nodes]
+    assert not torch.equal(means[0], means[1])
+    steps = 3 if setting == "distributed" else 3 * run.nodes[0].shard.steps_per_epoch
+    assert all(int(node.buffers["1.num_batches_tracked"]) == steps for node in run.nodes)
+    run.evaluate()
+    assert torch.allclose(run.model[1].running_mean, torch.stack(means).mean(0))
+    assert int(run.model[1].num_batches_tracked) == steps
+    assert torch.equal(run.nodes[0].buffers["1.running_mean"], means[0])  # evaluation changed no node
+    assert run.model.training
+
+
+def test_evaluation_does_not_change_the_run():
+    task, config = normed_task(), Config(nodes=3, batch=10, rounds=6, density=0.5)
+    looked_at, left_alone = Run(config, task), Run(config, task)
+    for _ in range(6):
+        looked_at.advance()
+        looked_at.evaluate()
+        left_alone.advance()
+    assert torch.equal(looked_at.vector(), left_alone.vector())
+
+
+def test_a_run_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    weights(Config(nodes=2, batch=10, rounds=3, density=0.5), normed_task())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bytes_are_those_of_the_payloads():
+    run = Run(dataclasses.replace(SMALL, nodes=4))
+    sizes = []
+    exchange = run.transport.exchange
+    run.transport.exchange = lambda payloads: (
+        sizes.append([p.numel() for p in payloads]) or exchange(payloads)
+    )
+    run.advance()
+    assert run.sent == round(sum(sizes[0]) / 4)
+    assert run.received == round(sum(sizes[0]) * 3 / 4)
+
+
+@pytest.mark.parametrize("memory", ["error-feedback", "momentum-correction", "none"])
+def test_stopped_and_resumed_is_never_stopped(memory, tmp_path):
+    config = dataclasses.replace(SMALL, memory=memory, warm_up=6, clip_norm=1.0)
+    whole = execute(config, tmp_path / "whole")
+    with pytest.raises(Interrupted, match="round 7 of 12"):
+        execute(config, tmp_path / "parts", should_stop=_after(7))
+    parts = execute(config, tmp_path / "parts", resume=True)
+    assert parts["weights"] == whole["weights"]
+    same = ("round", "accuracy", "sent_bytes", "residual_norm")
+    assert [[p[n] for n in same] for p in parts["curve"]] == [[p[n] for n in same] for p in whole["curve"]]
+    events = (tmp_path / "parts" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in events] == [4, 8, 12]
+    assert execute(config, tmp_path / "parts", resume=True) == parts  # finished: read, not run again
+
+
+def test_federated_with_buffers_and_dropout_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr("rtopk.experiments.train.load", lambda config: normed_task())
+    config = Config(nodes=3, batch=10, rounds=6, setting="federated", density=0.3)
+    whole = execute(config)
+    with pytest.raises(Interrupted):
+        execute(config, tmp_path, should_stop=_after(3))
+    assert execute(config, tmp_path, resume=True)["weights"] == whole["weights"]
+
+
+def _after(rounds):
+    calls = iter(range(1, 1000))
+    return lambda: next(calls) >= rounds
+
+
+def test_resume_refuses_another_configuration_and_damage(tmp_path):
+    with pytest.raises(Interrupted):
+        execute(SMALL, tmp_path, should_stop=_after(2))
+    with pytest.raises(ValueError, match=r"another configuration \(learning_rate: 0.05, now 0.5\)"):
+        execute(dataclasses.replace(SMALL, learning_rate=0.5), tmp_path, resume=True)
+    with pytest.raises(ValueError, match="holds a run already"):
+        execute(SMALL, tmp_path)
+    checkpoint = tmp_path / "checkpoint.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="not a checkpoint that can be read"):
+        execute(SMALL, tmp_path, resume=True)
+
+
+def test_record_is_complete():
+    record = json.loads(json.dumps(execute(SMALL)))
+    assert record["config"] == SMALL.to_dict()
+    assert record["parameters"] == 26_122
+    assert [point["round"] for point in record["curve"]] == [4, 8, 12]
+    assert record["final"]["sent_bytes"] == pytest.approx(record["sent_bytes_per_round"] * 12)
+    assert {"rtopk", "torch", "python", "processor", "threads"} <= set(record["environment"])
+
+
+def test_shard_serves_every_example_once_an_epoch():
+    shard = Shard(torch.arange(10), torch.arange(10), seed=0, node=1, batch=3)
+    epochs = [[int(x) for step in range(3) for x in shard[3 * epoch + step][0]] for epoch in range(2)]
+    assert all(len(set(epoch)) == 9 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    again = Shard(torch.arange(10), torch.arange(10), seed=0, node=1, batch=3)
+    assert torch.equal(again[4][0], shard[4][0])  # any step, without the ones before
+
+
+def test_validation_never_sees_the_test_set():
+    test, validation = digits("test"), digits("validation")
+    rows = {tuple(row.tolist()) for row in test.held_out[0]}
+    assert len(rows) > 400
+    for part in (*validation.train[0], *validation.held_out[0], *test.train[0]):
+        assert tuple(part.tolist()) not in rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "best"},
+        {"nodes": 0},
+        {"density": 0.0},
+        {"momentum": 1.0},
+        {"learning_rate": 0.0},
+        {"setting": "federated", "memory": "momentum-correction"},
+        {"local_steps": 3},
+        {"task": "unknown"},
+    ],
+)
+def test_configuration_is_checked(options):
+    with pytest.raises(ValueError, match=r"must|federated"):
+        Run(Config(**options))
+
+
+def test_digest_names_bits():
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    assert digest(torch.arange(4.0)[::2]) == digest(torch.tensor([0.0, 2.0]))
