@@ -1,72 +1,245 @@
-"""SparseVector <-> payload: the uint8 bytes that one node sends in one round.
+"""SparseVector <-> payload: the uint8 bytes that one node sends in one round, format version 1.
 
-Version 0: a header of 32 bytes, then k int64 indices, then k fp32 values, all little-endian.
+A payload is a header of 40 bytes, the values of the chosen entries, those of the dense tail, and the
+positions of the chosen entries; `docs/wire-format.md` has every byte. The tail is the run of entries up to
+the end of the vector that a layout always sends: its positions cost nothing. A vector that is all tail
+(density 1) is the plain dense form.
 """
 
 import struct
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
+from rtopk.wire import PayloadError, positions
+from rtopk.wire.capacity import position_bytes
+from rtopk.wire.checksum import payload_checksum, xxh64
+from rtopk.wire.values import BY_NAME, FORMS, NO_DRAWS, finite
+
+__all__ = ["Codec", "PayloadError"]
 
 MAGIC = b"rTpk"
-VERSION = 0
-HEADER = struct.Struct("<4sHHQQQ")  # magic, version, flags, d, k, fingerprint
-
-
-class PayloadError(ValueError):
-    """A payload is not one that the receiver can accept; the message says why."""
+VERSION = 1
+PADDED = 1  # flag: zero bytes may follow
+# magic, version, flags, index form, value form, d, head entries, tail entries, fingerprint, checksum
+HEADER = struct.Struct("<4sBBBBQIIQQ")
+SIZE_LIMIT = 1 << 40  # entries of a vector
+COUNT_LIMIT = 1 << 32  # entries of a payload
 
 
 class Codec:
-    """Write indices and fp32 values, and read them back with every claim checked."""
+    """Write the entries of a vector in few bits, and read them back with every claim checked.
 
-    def __init__(self, fingerprint: int = 0) -> None:
+    `values` is the form of the values: fp32 (lossless), fp16, bf16, int8, 4bit or 2bit; `rounding` is
+    nearest or stochastic (drawn from the generator given to encode). What rounding loses stays in the
+    memory of the sparsifier. A receiver reads every form, and refuses another `fingerprint`.
+
+    `fixed` makes every payload exactly `capacity(d, k)` bytes, so that ranks can exchange payloads of equal
+    size without asking. `dense_size` is then the length of the tail that every vector has. If positions
+    need more bits than the capacity has room for, entries of the head drawn at random are left out (they
+    stay in the residual); `overflows` counts how often.
+
+    >>> codec = Codec(values="4bit")
+    >>> vector = SparseVector(torch.arange(0, 10**6, 1000), torch.randn(1000), size=10**6)
+    >>> payload = codec.encode(vector)
+    >>> torch.equal(codec.decode(payload, size=10**6, entries=1000).indices, vector.indices)
+    True
+    """
+
+    def __init__(
+        self,
+        values: str = "fp32",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        fingerprint: int = 0,
+        fixed: bool = False,
+        dense_size: int = 0,
+    ) -> None:
+        if values not in BY_NAME:
+            raise ValueError(f"values must be one of {', '.join(BY_NAME)}, got {values!r}")
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding must be nearest or stochastic, got {rounding!r}")
+        if not 0 <= fingerprint < 1 << 64:
+            raise ValueError(f"fingerprint must be in [0, 2**64), got {fingerprint}")
+        if dense_size < 0:
+            raise ValueError(f"dense_size must be at least 0, got {dense_size}")
+        self.values = values
+        self.rounding = rounding
         self.fingerprint = fingerprint
+        self.fixed = fixed
+        self.dense_size = dense_size
+        self.overflows = 0  # payloads of fixed size that had to leave entries out
+        self._form = FORMS[BY_NAME[values]]
+
+    def capacity(self, size: int, entries: int) -> int:
+        """Return the bytes of a payload of fixed size, for `entries` of `size`, the dense tail counted in."""
+        _check_sizes(size, entries)
+        if entries == size:
+            return HEADER.size + self._form.size(size)
+        if entries < self.dense_size:
+            raise ValueError(f"{entries} entries do not hold the dense tail of {self.dense_size}")
+        head = entries - self.dense_size
+        room = position_bytes(head, size - self.dense_size)
+        return HEADER.size + self._form.size(head) + self._form.size(self.dense_size) + room
 
     def encode(self, vector: SparseVector, rng: torch.Generator | None = None) -> Tensor:
-        """Return the payload of a vector, 1-D uint8."""
+        """Return the payload of a vector: 1-D uint8, on the CPU, wherever the vector is."""
         return self.encode_with_decoded(vector, rng)[0]
 
     def encode_with_decoded(
         self, vector: SparseVector, rng: torch.Generator | None = None
     ) -> tuple[Tensor, SparseVector]:
-        """Return the payload and the vector that every receiver will decode from it, bit for bit."""
-        indices, values = vector.indices.cpu(), vector.values.to("cpu", torch.float32)
-        header = HEADER.pack(MAGIC, VERSION, 0, vector.size, len(vector), self.fingerprint)
-        payload = torch.cat(
-            [
-                torch.frombuffer(bytearray(header), dtype=torch.uint8),
-                indices.view(torch.uint8),
-                values.view(torch.uint8),
-            ]
-        )
-        return payload, SparseVector(vector.indices, vector.values.to(torch.float32), vector.size)
+        """Return the payload and the vector that every receiver will decode from it, bit for bit.
 
-    def decode(self, payload: Tensor, *, size: int | None = None) -> SparseVector:
-        """Return the vector of a payload; PayloadError on anything malformed or not of the expected size."""
-        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER.size:
-            raise PayloadError(
-                f"payload must be a 1-D uint8 tensor of at least {HEADER.size} bytes, "
-                f"got {payload.dim()}-D {payload.dtype} of {payload.numel()}"
-            )
-        magic, version, flags, d, k, fingerprint = HEADER.unpack(bytes(payload[: HEADER.size].tolist()))
-        if (magic, version, flags) != (MAGIC, VERSION, 0):
+        That vector is on the device of the one given; its values are float32.
+        """
+        k, d = len(vector), vector.size
+        _check_sizes(d, k)
+        rounds = self.rounding == "stochastic" and not self._form.exact
+        if rounds and rng is None:
+            raise ValueError("stochastic rounding needs a generator: encode(vector, rng)")
+        indices = vector.indices.detach().cpu().contiguous().numpy()  # (k,)
+        values = _as_float32(vector.values)  # (k,)
+        tail = self._tail(indices, d)
+        limit = self.capacity(d, k) if self.fixed else None
+        data, form, kept = self._place(indices[: k - tail], d - tail, tail, limit, rng)
+        if kept is not None:
+            keep = np.concatenate([kept, np.arange(k - tail, k)])
+            indices, values = indices[keep], values[keep]
+        draws = torch.rand(len(values), generator=rng).numpy() if rounds else NO_DRAWS
+        head, middle = len(values) - tail, HEADER.size + self._form.size(len(values) - tail)
+        decoded = values
+        if head and tail:
+            first = self._form.write(values[:head], draws[:head], data, HEADER.size)
+            second = self._form.write(values[head:], draws[head:], data, middle)
+            if not self._form.exact:
+                decoded = np.concatenate([first, second])
+        elif head or tail:
+            decoded = self._form.write(values, draws, data, HEADER.size)
+        flags, number = PADDED if self.fixed else 0, BY_NAME[self.values]
+        HEADER.pack_into(data, 0, MAGIC, VERSION, flags, form, number, d, head, tail, self.fingerprint, 0)
+        struct.pack_into("<Q", data, HEADER.size - 8, payload_checksum(data, HEADER.size, len(data)))
+        device = vector.indices.device
+        sent = torch.from_numpy(indices).to(device), torch.from_numpy(decoded).to(device)
+        return torch.from_numpy(data), SparseVector(*sent, d)
+
+    def decode(self, payload: Tensor, *, size: int | None = None, entries: int | None = None) -> SparseVector:
+        """Return the vector of a payload; PayloadError on anything malformed or not expected.
+
+        `size` is the d that the receiver expects, `entries` the largest k that it accepts; give both for
+        payloads of strangers. Every claimed size is checked before memory is taken for it: 12 bytes per
+        entry (20 at densities above a half), and an entry takes at least 2 bits of payload.
+        """
+        data = _as_bytes(payload)
+        if len(data) < HEADER.size:
+            raise PayloadError(f"payload must have at least {HEADER.size} bytes, got {len(data)}")
+        fields = HEADER.unpack_from(data)
+        magic, version, flags, form, number, d, head, tail, fingerprint, checksum = fields
+        if magic != MAGIC or version != VERSION:
             raise PayloadError(f"not a payload of version {VERSION}: {magic!r}, version {version}")
+        if flags & ~PADDED or number >= len(FORMS):
+            raise PayloadError(f"unknown flags {flags:#x} or value form {number}")
         if fingerprint != self.fingerprint:
             raise PayloadError(f"payload is of model {fingerprint:#x}, expected {self.fingerprint:#x}")
-        if k > d or (size is not None and d != size):
-            raise PayloadError(f"payload claims {k} of {d} entries, expected a vector of size {size}")
-        if payload.numel() != HEADER.size + 12 * k:
-            raise PayloadError(
-                f"payload of {k} entries must have {HEADER.size + 12 * k} bytes, got {payload.numel()}"
-            )
-        body = payload[HEADER.size :].clone()  # a fresh buffer is aligned
-        indices, values = body[: 8 * k].view(torch.int64), body[8 * k :].clone().view(torch.float32)
+        if d > SIZE_LIMIT or head + tail > d or (size is not None and d != size):
+            expected = f"at most {SIZE_LIMIT}" if size is None else size
+            raise PayloadError(f"payload claims {head + tail} of {d} entries, expected size {expected}")
+        if entries is not None and head + tail > entries:
+            raise PayloadError(f"payload claims {head + tail} entries, expected at most {entries}")
+        values = FORMS[number]
+        middle = HEADER.size + values.size(head)
+        end = middle + values.size(tail)
+        if end > len(data):
+            raise PayloadError(f"{head + tail} {values.name} values end at byte {end}, got {len(data)} bytes")
+        if payload_checksum(data, HEADER.size, len(data)) != checksum:
+            raise PayloadError(f"checksum of {len(data)} bytes is not {checksum:#018x}: damaged payload")
+        indices = np.empty(head + tail, np.int64)
+        positions.read(form, data, end, d - tail, indices[:head], padded=bool(flags & PADDED))
+        if tail:
+            indices[head:] = np.arange(d - tail, d)
+        decoded = np.empty(head + tail, np.float32)
+        if not (values.read(data, HEADER.size, decoded[:head]) and values.read(data, middle, decoded[head:])):
+            raise PayloadError(f"values of form {values.name} are not finite or their scales are wrong")
+        return SparseVector(torch.from_numpy(indices), torch.from_numpy(decoded), d)
+
+    def _tail(self, indices: NDArray[np.int64], d: int) -> int:
+        """Return how many entries at the end are sent without positions."""
+        k = len(indices)
+        tail = self.dense_size if self.fixed and k < d else _trailing_run(indices, d)
+        if not positions.ascends(indices[k - tail :], d - tail, d):
+            expected = f"end in positions {d - tail} to {d - 1}" if self.fixed else "be ascending and unique"
+            raise ValueError(f"indices of {k} of {d} entries must {expected}")
+        return tail
+
+    def _place(
+        self,
+        indices: NDArray[np.int64],
+        d: int,
+        tail: int,
+        limit: int | None,
+        rng: torch.Generator | None,
+    ) -> tuple[NDArray[np.uint8], int, NDArray[np.int64] | None]:
+        """Return a payload with its positions written, their form, and which entries it kept if not all."""
+        kept, head = None, indices
+        while True:
+            prefix = HEADER.size + self._form.size(len(head)) + self._form.size(tail)
+            form, data, end = positions.write(head, d, prefix, absent=not self.fixed)
+            if limit is None:
+                return data[:end], form, kept
+            if end <= limit:
+                padded = np.zeros(limit, np.uint8)
+                padded[prefix:end] = data[prefix:end]
+                return padded, form, kept
+            if kept is None:
+                self.overflows += 1
+                if rng is None:  # any generator will do that does not follow the order of the entries
+                    rng = generator(derive(int(xxh64(indices.view(np.uint8), 0, indices.nbytes, 0))))
+            surplus = 1 + round(1.05 * (end - limit) / (end - HEADER.size) * len(head))
+            wanted = max(0, len(head) - surplus)
+            kept = torch.randperm(len(indices), generator=rng)[:wanted].sort().values.numpy()
+            head = indices[kept]
+
+
+def _trailing_run(indices: NDArray[np.int64], d: int) -> int:
+    """Return the length of the run of consecutive indices that ends at d - 1, by bisection."""
+    low, high = 0, len(indices)  # a run of low is one; of more than high is not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if indices[-middle] == d - middle:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _as_float32(values: Tensor) -> NDArray[np.float32]:
+    """Return values as float32 on the CPU, those beyond its range at its largest; ValueError on NaN or Inf."""
+    values = values.detach()
+    if values.dtype != torch.float32:
         if not bool(values.isfinite().all()):
-            raise PayloadError("payload holds values that are not finite")
-        try:
-            return SparseVector(indices, values, d).check()
-        except ValueError as error:
-            raise PayloadError(str(error)) from error
+            raise ValueError("values to encode must be finite, got NaN or Inf")
+        largest = torch.finfo(torch.float32).max
+        values = values.clamp(-largest, largest).to(torch.float32)
+    array: NDArray[np.float32] = values.cpu().contiguous().numpy()
+    if not finite(array.view(np.uint32)):
+        raise ValueError("values to encode must be finite, got NaN or Inf")
+    return array
+
+
+def _as_bytes(payload: Tensor) -> NDArray[np.uint8]:
+    if not isinstance(payload, Tensor) or payload.dtype != torch.uint8 or payload.dim() != 1:
+        kind = f"{payload.dim()}-D {payload.dtype}" if isinstance(payload, Tensor) else type(payload).__name__
+        raise PayloadError(f"payload must be a 1-D uint8 tensor, got {kind}")
+    array: NDArray[np.uint8] = payload.detach().cpu().contiguous().numpy()
+    return array
+
+
+def _check_sizes(size: int, entries: int) -> None:
+    if not 0 <= entries <= size or size > SIZE_LIMIT or entries >= COUNT_LIMIT:
+        raise ValueError(
+            f"need 0 <= entries <= size <= 2**40 and entries < 2**32, got {entries} entries of {size}"
+        )

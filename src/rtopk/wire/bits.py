@@ -1,0 +1,96 @@
+"""Unaligned little-endian words of memory, as numba intrinsics: one machine instruction each.
+
+They take addresses, not arrays: an array handed to an inlined function costs two atomic reference counts,
+which is more than decoding an entry. Nothing is checked here: the loops that call these compare with the
+end of their array first, and hold the array while they run.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types, uint64
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(64)
+_BYTE = ir.IntType(8)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def address(typing: Any, data: Any) -> Any:
+    """Return where a contiguous array begins."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.ptrtoint(array.data, _WORD)
+
+    return types.int64(data), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_word(typing: Any, at: Any) -> Any:
+    """Read the 8 bytes at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _WORD.as_pointer()), align=1)
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_byte(typing: Any, at: Any) -> Any:
+    """Read the byte at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(builder.inttoptr(args[0], _BYTE.as_pointer())), _WORD)
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_word(typing: Any, at: Any, word: Any) -> Any:
+    """Write 8 bytes at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _WORD.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def trailing_zeros(typing: Any, word: Any) -> Any:
+    """Count the zero bits below the lowest one; 64 if there is none."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bit_length(typing: Any, word: Any) -> Any:
+    """Return the bits that a word needs; 0 for 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zeros = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+        return builder.sub(ir.Constant(_WORD, 64), zeros)
+
+    return types.int64(types.int64), codegen
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def last_word(at, end):  # type: ignore[no-untyped-def]
+    """Read the up to 8 bytes from an address to the end, zero beyond it."""
+    word = uint64(0)
+    for i in range(max(0, min(8, end - at))):
+        word |= load_byte(at + i) << uint64(8 * i)
+    return word
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def all_zero(data, begin, end):  # type: ignore[no-untyped-def]
+    """Say whether bytes begin to end are zero."""
+    total = 0
+    for i in range(begin, end):
+        total |= data[i]
+    return total == 0

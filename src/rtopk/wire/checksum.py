@@ -1,0 +1,70 @@
+"""XXH64 of a part of a byte array (https://github.com/Cyan4973/xxHash, the 64-bit algorithm)."""
+
+from numba import njit, uint64
+
+from rtopk.wire.bits import address, load_byte, load_word
+
+P1 = 0x9E3779B185EBCA87
+P2 = 0xC2B2AE3D27D4EB4F
+P3 = 0x165667B19E3779F9
+P4 = 0x85EBCA77C2B2AE63
+P5 = 0x27D4EB2F165667C5
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _rotate(x, n):  # type: ignore[no-untyped-def]
+    return (x << uint64(n)) | (x >> uint64(64 - n))
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _round(state, word):  # type: ignore[no-untyped-def]
+    return _rotate(state + word * uint64(P2), 31) * uint64(P1)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _merge(h, state):  # type: ignore[no-untyped-def]
+    return (h ^ _round(uint64(0), state)) * uint64(P1) + uint64(P4)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def xxh64(data, begin, end, seed):  # type: ignore[no-untyped-def]
+    """Hash data[begin:end] to 64 bits."""
+    length = end - begin
+    i = address(data) + begin
+    end = i + length
+    seed = uint64(seed)
+    if length >= 32:
+        a, b = seed + uint64(P1) + uint64(P2), seed + uint64(P2)
+        c, d = seed, seed - uint64(P1)
+        while i + 32 <= end:
+            a = _round(a, load_word(i))
+            b = _round(b, load_word(i + 8))
+            c = _round(c, load_word(i + 16))
+            d = _round(d, load_word(i + 24))
+            i += 32
+        h = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
+        h = _merge(_merge(_merge(_merge(h, a), b), c), d)
+    else:
+        h = seed + uint64(P5)
+    h += uint64(length)
+    while i + 8 <= end:
+        h = _rotate(h ^ _round(uint64(0), load_word(i)), 27) * uint64(P1) + uint64(P4)
+        i += 8
+    if i + 4 <= end:
+        word = uint64(0)
+        for j in range(4):
+            word |= load_byte(i + j) << uint64(8 * j)
+        h = _rotate(h ^ (word * uint64(P1)), 23) * uint64(P2) + uint64(P3)
+        i += 4
+    while i < end:
+        h = _rotate(h ^ (load_byte(i) * uint64(P5)), 11) * uint64(P1)
+        i += 1
+    h = (h ^ (h >> uint64(33))) * uint64(P2)
+    h = (h ^ (h >> uint64(29))) * uint64(P3)
+    return h ^ (h >> uint64(32))
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def payload_checksum(data, header, end):  # type: ignore[no-untyped-def]
+    """Hash a payload: all of the header before its own last 8 bytes seeds the hash of the body."""
+    return xxh64(data, header, end, xxh64(data, 0, header - 8, uint64(0)))

@@ -1,0 +1,134 @@
+"""Read streams of Golomb codes that strangers may have written.
+
+Four streams are read at once: the length of a code is known only when it is read, so one stream is bound by
+latency, four by throughput. No byte outside the given addresses is read, no gap passes the limit, and time is
+proportional to the entries that the caller has made room for.
+"""
+
+from numba import int64, njit, uint64
+
+from rtopk.wire.bits import address, last_word, load_word, trailing_zeros
+from rtopk.wire.golomb import BAD_STREAM, parameter, width
+
+_jit = njit(nogil=True, cache=True, error_model="numpy")
+_inline = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+
+
+@_jit  # type: ignore[untyped-decorator]
+def _window(base, end, bit):  # type: ignore[no-untyped-def]
+    """Return a window of at least 57 bits from a bit on, zeros beyond the end."""
+    at = base + (bit >> 3)
+    word = load_word(at) if at + 8 <= end else last_word(at, end)
+    return word >> uint64(bit & 7)
+
+
+@_jit  # type: ignore[untyped-decorator]
+def _long_gap(base, end, bit, m, short, escape, limit):  # type: ignore[no-untyped-def]
+    """Read a code that one window may not hold; return gap and next bit, or -1 if it passes the limit."""
+    q = int64(0)
+    while True:
+        if bit >= 8 * (end - base) or q > limit // m:
+            return int64(BAD_STREAM), bit
+        zeros = min(trailing_zeros(_window(base, end, bit)), 56)
+        q += zeros
+        bit += zeros
+        if zeros < 56:
+            break
+    tail = _window(base, end, bit + 1)
+    r = int64(tail & ((uint64(1) << uint64(short)) - uint64(1)))
+    bit += 1 + short
+    if r >= escape:
+        r = 2 * r - escape + int64((tail >> uint64(short)) & uint64(1))
+        bit += 1
+    return q * m + r, bit
+
+
+@_inline  # type: ignore[untyped-decorator]
+def _gap(base, end, bit, m, short, escape, limit):  # type: ignore[no-untyped-def]
+    """Read one code; return gap and next bit, gap -1 if it is not one."""
+    at = base + (bit >> 3)
+    if at + 8 <= end:
+        word = load_word(at) >> uint64(bit & 7)  # at least 57 bits
+        q = trailing_zeros(word)
+        if q + short <= 55:
+            word = (word >> uint64(q)) >> uint64(1)
+            r = int64(word & ((uint64(1) << uint64(short)) - uint64(1)))
+            more = int64(r >= escape)
+            longer = r - escape + int64((word >> uint64(short)) & uint64(1))
+            # chosen by a mask: the branch would be a coin flip
+            return q * m + r + (longer & -more), bit + q + 1 + short + more
+    return _long_gap(base, end, bit, m, short, escape, limit)
+
+
+@_jit  # type: ignore[untyped-decorator]
+def _block(base, end, bit, code):  # type: ignore[no-untyped-def]
+    """Read the start of a block; return the next bit, code, M, bits of a short remainder, first long one."""
+    word = _window(base, end, bit)
+    bit += 1
+    if word & uint64(1):
+        code = int64((word >> uint64(1)) & uint64(255))
+        bit += 8
+    m = parameter(code)
+    short = width(m) - 1 if m > 1 else 0
+    escape = (int64(1) << int64(short + 1)) - m if m > 1 else int64(1)
+    return bit, code, m, short, escape
+
+
+@_jit  # type: ignore[untyped-decorator]
+def unpack(data, bit, end, shift, code, start, limit, out):  # type: ignore[no-untyped-def]
+    """Fill out with ascending positions in [start, limit); return the bit after the stream, or -1."""
+    base = address(data)
+    end += base
+    n, size, previous, wrong = len(out), 1 << shift, int64(start) - 1, int64(0)
+    for begin in range(0, n, size):
+        bit, code, m, short, escape = _block(base, end, bit, code)
+        for i in range(begin, min(begin + size, n)):
+            gap, bit = _gap(base, end, bit, m, short, escape, limit)
+            wrong |= gap
+            previous += gap + 1
+            out[i] = previous
+        # A gap is below 2**62 / 2**15, so a block cannot overflow before this looks at it.
+        if wrong < 0 or previous >= limit or bit > 8 * (end - base):
+            return int64(BAD_STREAM)
+    return bit
+
+
+@_jit  # type: ignore[untyped-decorator]
+def unpack_four(data, bits, end, shift, code, starts, limit, out, share):  # type: ignore[no-untyped-def]
+    """Fill out from four streams, each of `share` positions but the last; write their last bits to bits.
+
+    Returns 0, or -1 if a stream is not one.
+    """
+    base, room = address(data), end
+    end += base
+    n, size, wrong = len(out), 1 << shift, int64(0)
+    b0, b1, b2, b3 = bits[0], bits[1], bits[2], bits[3]
+    c0 = c1 = c2 = c3 = int64(code)
+    p0, p1, p2, p3 = starts[0] - 1, starts[1] - 1, starts[2] - 1, starts[3] - 1
+    together = (n - 3 * share) >> shift << shift
+    for begin in range(0, together, size):
+        b0, c0, m0, s0, e0 = _block(base, end, b0, c0)
+        b1, c1, m1, s1, e1 = _block(base, end, b1, c1)
+        b2, c2, m2, s2, e2 = _block(base, end, b2, c2)
+        b3, c3, m3, s3, e3 = _block(base, end, b3, c3)
+        for i in range(begin, begin + size):
+            g0, b0 = _gap(base, end, b0, m0, s0, e0, limit)
+            g1, b1 = _gap(base, end, b1, m1, s1, e1, limit)
+            g2, b2 = _gap(base, end, b2, m2, s2, e2, limit)
+            g3, b3 = _gap(base, end, b3, m3, s3, e3, limit)
+            wrong |= g0 | g1 | g2 | g3
+            p0 += g0 + 1
+            p1 += g1 + 1
+            p2 += g2 + 1
+            p3 += g3 + 1
+            out[i] = p0
+            out[i + share] = p1
+            out[i + 2 * share] = p2
+            out[i + 3 * share] = p3
+        if wrong < 0 or max(max(p0, p1), max(p2, p3)) >= limit or max(max(b0, b1), max(b2, b3)) > 8 * room:
+            return int64(BAD_STREAM)
+    bits[0] = unpack(data, b0, room, shift, c0, p0 + 1, limit, out[together:share])
+    bits[1] = unpack(data, b1, room, shift, c1, p1 + 1, limit, out[share + together : 2 * share])
+    bits[2] = unpack(data, b2, room, shift, c2, p2 + 1, limit, out[2 * share + together : 3 * share])
+    bits[3] = unpack(data, b3, room, shift, c3, p3 + 1, limit, out[3 * share + together :])
+    return min(min(bits[0], bits[1]), min(bits[2], bits[3]), 0)
