@@ -121,8 +121,10 @@ class Codec:
         elif head or tail:
             decoded = self._form.write(values, draws, data, HEADER.size)
         flags, number = PADDED if self.fixed else 0, BY_NAME[self.values]
-        HEADER.pack_into(data, 0, MAGIC, VERSION, flags, form, number, d, head, tail, self.fingerprint, 0)
-        struct.pack_into("<Q", data, HEADER.size - 8, payload_checksum(data, HEADER.size, len(data)))
+        HEADER.pack_into(
+            data.data, 0, MAGIC, VERSION, flags, form, number, d, head, tail, self.fingerprint, 0
+        )
+        struct.pack_into("<Q", data.data, HEADER.size - 8, payload_checksum(data, HEADER.size, len(data)))
         device = vector.indices.device
         sent = torch.from_numpy(indices).to(device), torch.from_numpy(decoded).to(device)
         return torch.from_numpy(data), SparseVector(*sent, d)
@@ -137,7 +139,7 @@ class Codec:
         data = _as_bytes(payload)
         if len(data) < HEADER.size:
             raise PayloadError(f"payload must have at least {HEADER.size} bytes, got {len(data)}")
-        fields = HEADER.unpack_from(data)
+        fields = HEADER.unpack_from(data.data)
         magic, version, flags, form, number, d, head, tail, fingerprint, checksum = fields
         if magic != MAGIC or version != VERSION:
             raise PayloadError(f"not a payload of version {VERSION}: {magic!r}, version {version}")
@@ -217,7 +219,7 @@ def _trailing_run(indices: NDArray[np.int64], d: int) -> int:
 
 
 def _as_float32(values: Tensor) -> NDArray[np.float32]:
-    """Return values as float32 on the CPU, those beyond its range at its largest; ValueError on NaN or Inf."""
+    """Return values as float32 on the CPU, those beyond its range saturated; ValueError on NaN or Inf."""
     values = values.detach()
     if values.dtype != torch.float32:
         if not bool(values.isfinite().all()):

@@ -8,14 +8,15 @@ end of their array first, and hold the array while they run.
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types, uint64
-from numba.extending import intrinsic
+from numba import types
+
+from rtopk.wire.compiling import Array, Num, intrinsic, loop, uint64
 
 _WORD = ir.IntType(64)
 _BYTE = ir.IntType(8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def address(typing: Any, data: Any) -> Any:
     """Return where a contiguous array begins."""
 
@@ -26,7 +27,7 @@ def address(typing: Any, data: Any) -> Any:
     return types.int64(data), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_word(typing: Any, at: Any) -> Any:
     """Read the 8 bytes at an address."""
 
@@ -36,7 +37,7 @@ def load_word(typing: Any, at: Any) -> Any:
     return types.uint64(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_byte(typing: Any, at: Any) -> Any:
     """Read the byte at an address."""
 
@@ -46,7 +47,7 @@ def load_byte(typing: Any, at: Any) -> Any:
     return types.uint64(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_word(typing: Any, at: Any, word: Any) -> Any:
     """Write 8 bytes at an address."""
 
@@ -57,7 +58,7 @@ def store_word(typing: Any, at: Any, word: Any) -> Any:
     return types.void(types.int64, types.uint64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def trailing_zeros(typing: Any, word: Any) -> Any:
     """Count the zero bits below the lowest one; 64 if there is none."""
 
@@ -67,7 +68,7 @@ def trailing_zeros(typing: Any, word: Any) -> Any:
     return types.int64(types.uint64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bit_length(typing: Any, word: Any) -> Any:
     """Return the bits that a word needs; 0 for 0."""
 
@@ -78,8 +79,8 @@ def bit_length(typing: Any, word: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def last_word(at, end):  # type: ignore[no-untyped-def]
+@loop
+def last_word(at: Num, end: Num) -> Num:
     """Read the up to 8 bytes from an address to the end, zero beyond it."""
     word = uint64(0)
     for i in range(max(0, min(8, end - at))):
@@ -87,8 +88,8 @@ def last_word(at, end):  # type: ignore[no-untyped-def]
     return word
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def all_zero(data, begin, end):  # type: ignore[no-untyped-def]
+@loop
+def all_zero(data: Array, begin: Num, end: Num) -> Num:
     """Say whether bytes begin to end are zero."""
     total = 0
     for i in range(begin, end):

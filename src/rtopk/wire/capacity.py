@@ -6,10 +6,9 @@ so that ranks on different machines agree.
 
 from functools import cache
 
-from rtopk.wire.golomb import CODES, parameter
+from rtopk.wire.golomb import CODES, PARAMETERS
 from rtopk.wire.positions import DIRECTORY, FOUR_STREAMS_FROM
 
-PARAMETERS = [int(parameter.py_func(code)) for code in range(CODES)]
 MARGIN = 5.0  # standard deviations of the length of h codes
 
 
@@ -35,7 +34,7 @@ def position_bytes(h: int, d: int) -> int:
     if 2 * h > d:
         return bitmap
     p = h / d
-    per_gap = min(expected_bits(PARAMETERS[code], p) for code in _near(0.6931 / p))
+    per_gap = min(expected_bits(int(PARAMETERS[code]), p) for code in _near(0.6931 / p))
     streams = 4 if h >= FOUR_STREAMS_FROM else 1
     fixed = 16 + (8 * DIRECTORY if streams == 4 else 0) + 8 * streams  # the streams end in whole bytes
     # A code's length has a standard deviation below 0.7 once the sum of all gaps is given; a block in a

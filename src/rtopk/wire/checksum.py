@@ -1,8 +1,7 @@
 """XXH64 of a part of a byte array (https://github.com/Cyan4973/xxHash, the 64-bit algorithm)."""
 
-from numba import njit, uint64
-
 from rtopk.wire.bits import address, load_byte, load_word
+from rtopk.wire.compiling import Array, Num, entry, loop, uint64
 
 P1 = 0x9E3779B185EBCA87
 P2 = 0xC2B2AE3D27D4EB4F
@@ -11,23 +10,23 @@ P4 = 0x85EBCA77C2B2AE63
 P5 = 0x27D4EB2F165667C5
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _rotate(x, n):  # type: ignore[no-untyped-def]
+@loop
+def _rotate(x: Num, n: Num) -> Num:
     return (x << uint64(n)) | (x >> uint64(64 - n))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _round(state, word):  # type: ignore[no-untyped-def]
+@loop
+def _round(state: Num, word: Num) -> Num:
     return _rotate(state + word * uint64(P2), 31) * uint64(P1)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _merge(h, state):  # type: ignore[no-untyped-def]
+@loop
+def _merge(h: Num, state: Num) -> Num:
     return (h ^ _round(uint64(0), state)) * uint64(P1) + uint64(P4)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def xxh64(data, begin, end, seed):  # type: ignore[no-untyped-def]
+@loop
+def xxh64(data: Array, begin: Num, end: Num, seed: Num) -> Num:
     """Hash data[begin:end] to 64 bits."""
     length = end - begin
     i = address(data) + begin
@@ -64,7 +63,7 @@ def xxh64(data, begin, end, seed):  # type: ignore[no-untyped-def]
     return h ^ (h >> uint64(32))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def payload_checksum(data, header, end):  # type: ignore[no-untyped-def]
+@entry
+def payload_checksum(data: Array, header: Num, end: Num) -> Num:
     """Hash a payload: all of the header before its own last 8 bytes seeds the hash of the body."""
     return xxh64(data, header, end, xxh64(data, 0, header - 8, uint64(0)))

@@ -7,37 +7,28 @@ ln 2 times the mean gap is the best for geometric gaps, 0.034 bits over their en
 eight parameters per factor of two.
 """
 
-import math
-
 import numpy as np
-from numba import int64, njit, uint64
 
 from rtopk.wire.bits import address, bit_length, store_word
+from rtopk.wire.compiling import Array, Num, int64, loop, uint64
 
 CODES = 256
-_jit = njit(nogil=True, cache=True, error_model="numpy")
 BAD_STREAM = -1
 
 
-@_jit  # type: ignore[untyped-decorator]
-def parameter(code):  # type: ignore[no-untyped-def]
-    """Return M: 1 to 8 in steps of one, then eight steps for every factor of two."""
-    if code < 7:
-        return int64(code + 1)
-    return int64(8 + ((code - 7) & 7)) << int64((code - 7) >> 3)
+# M of each code: 1 to 8 in steps of one, then eight steps for every factor of two.
+PARAMETERS = np.array([c + 1 if c < 7 else (8 + (c - 7) % 8) << ((c - 7) // 8) for c in range(CODES)])
+LOG2 = np.log2(PARAMETERS)
 
 
-LOG2 = np.array([math.log2(parameter.py_func(code)) for code in range(CODES)])
-
-
-@_jit  # type: ignore[untyped-decorator]
-def width(m):  # type: ignore[no-untyped-def]
+@loop
+def width(m: Num) -> Num:
     """Return the bits that hold 0 to m - 1."""
     return bit_length(int64(m) - 1)
 
 
-@_jit  # type: ignore[untyped-decorator]
-def best_code(total, n):  # type: ignore[no-untyped-def]
+@loop
+def best_code(total: Num, n: Num) -> Num:
     """Return the code of the parameter nearest to ln 2 x mean of n gaps that add up to total."""
     target = 0.6931471805599453 * (total / n + 0.5)
     if target < 7.5:
@@ -48,14 +39,14 @@ def best_code(total, n):  # type: ignore[no-untyped-def]
     return min(CODES - 1, 7 + 8 * (exponent - 3) + mantissa - 8)
 
 
-@_jit  # type: ignore[untyped-decorator]
-def keeps(code, best, n):  # type: ignore[no-untyped-def]
+@loop
+def keeps(code: Num, best: Num, n: Num) -> Num:
     """Say whether n gaps keep a parameter: one that is c codes off costs about 0.007 c² bits per gap."""
     return n * (code - best) * (code - best) < 1152  # a new one costs 8 bits
 
 
-@_jit  # type: ignore[untyped-decorator]
-def plan(positions, shift):  # type: ignore[no-untyped-def]
+@loop
+def plan(positions: Array, shift: Num) -> Num:
     """Return the first code, the bits expected and a bound on the bits, for blocks of 2**shift gaps.
 
     Reads the ends of the blocks only.
@@ -74,13 +65,13 @@ def plan(positions, shift):  # type: ignore[no-untyped-def]
             expected += 8.0
         off = code - best
         expected += count * (LOG2[best] + 2.0 + 0.007 * off * off)
-        bound += 9 + count * (1 + width(parameter(code))) + total // parameter(code)
+        bound += 9 + count * (1 + width(PARAMETERS[code])) + total // PARAMETERS[code]
         previous = last
     return first, expected, bound
 
 
-@_jit  # type: ignore[untyped-decorator]
-def pack(positions, start, shift, code, out, at):  # type: ignore[no-untyped-def]
+@loop
+def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Num) -> Num:
     """Write positions >= start as bits into out[at:]; return the byte after them, or -1 if not ascending.
 
     The writer stores whole words: out must hold 8 bytes more than the bound of `plan` says.
@@ -104,7 +95,7 @@ def pack(positions, start, shift, code, out, at):  # type: ignore[no-untyped-def
         at += used >> 3
         word >>= uint64(used & ~7)
         used &= 7
-        m = parameter(code)
+        m = PARAMETERS[code]
         inverse = 1.0 / m
         short = width(m) - 1 if m > 1 else 0  # bits of a short remainder
         escape = (int64(1) << int64(short + 1)) - m if m > 1 else 1  # remainders from here on: a bit more

@@ -8,10 +8,9 @@ block: 2**(bits - 1) magnitudes, uint16 each, ascending; then `bits` bits per va
 lowest bits first.
 """
 
-import math
-
 import numpy as np
-from numba import int64, njit, uint32
+
+from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint32
 
 BLOCK = 512
 _BINS = 256  # of the fit: 16 for every factor of two, 16 factors of two below the largest
@@ -19,8 +18,6 @@ _LARGEST = 0x7F7F  # the largest finite bfloat16
 
 _COUNT_ROOT = np.arange(BLOCK + 1) ** (1 / 3)
 _WIDTH_ROOT = 2.0 ** (np.arange(_BINS) / 16 * 2 / 3)
-
-_jit = njit(nogil=True, cache=True, error_model="numpy")
 
 
 def section_size(n: int, bits: int) -> int:
@@ -30,8 +27,17 @@ def section_size(n: int, bits: int) -> int:
     return whole * (magnitudes + BLOCK * bits // 8) + (magnitudes + (rest * bits + 7) // 8 if rest else 0)
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _fit(patterns, sizes, smallest, top, counts, sums, levels, edges):  # type: ignore[no-untyped-def]
+@loop
+def _fit(
+    patterns: Array,
+    sizes: Array,
+    smallest: float,
+    top: Num,
+    counts: Array,
+    sums: Array,
+    levels: Array,
+    edges: Array,
+) -> None:
     """Write ascending levels with small squared error to the sizes, whose bits are `patterns`.
 
     Works on bins (the bits from the 19th up: sixteen bins for every factor of two), so a cell of a level is
@@ -73,8 +79,8 @@ def _fit(patterns, sizes, smallest, top, counts, sums, levels, edges):  # type: 
                 cuts[c + 1] = max(int64(0), min(int64(_BINS), int64(pattern >> uint32(19)) - floor))
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _round_levels(levels, spread, low, top, magnitudes):  # type: ignore[no-untyped-def]
+@loop
+def _round_levels(levels: Array, spread: bool, low: Num, top: Num, magnitudes: Array) -> Array:
     """Write the levels as bits of bfloat16; if spread, the outer ones reach the smallest and the largest."""
     for c in range(len(levels)):
         magnitudes[c] = np.float32(levels[c])
@@ -87,8 +93,8 @@ def _round_levels(levels, spread, low, top, magnitudes):  # type: ignore[no-unty
     return patterns
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _nearest(patterns, edges, codes):  # type: ignore[no-untyped-def]
+@loop
+def _nearest(patterns: Array, edges: Array, codes: Array) -> None:
     """Count the edges that each value passes."""
     if len(edges) == 1:
         for i in range(len(patterns)):
@@ -101,8 +107,8 @@ def _nearest(patterns, edges, codes):  # type: ignore[no-untyped-def]
             codes[i] = low + uint32(p > e4) + uint32(p > e5) + uint32(p > e6)
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _drawn(sizes, draws, magnitudes, codes):  # type: ignore[no-untyped-def]
+@loop
+def _drawn(sizes: Array, draws: Array, magnitudes: Array, codes: Array) -> None:
     """Take the level above or below, so that the mean of many draws is the value."""
     last = len(magnitudes) - 1
     for i in range(len(sizes)):
@@ -115,8 +121,8 @@ def _drawn(sizes, draws, magnitudes, codes):  # type: ignore[no-untyped-def]
         codes[i] = c
 
 
-@_jit  # type: ignore[untyped-decorator]
-def write_levels(values, bits, draws, out, at, decoded):  # type: ignore[no-untyped-def]
+@entry
+def write_levels(values: Array, bits: Num, draws: Array, out: Array, at: Num, decoded: Array) -> None:
     """Write a section at out[at:] and what a reader gets to decoded; draws in [0, 1) round stochastically.
 
     Without draws a value goes to the nearest level. With them the outer levels are the smallest and the
@@ -165,8 +171,8 @@ def write_levels(values, bits, draws, out, at, decoded):  # type: ignore[no-unty
         at += (n + per_byte - 1) // per_byte
 
 
-@_jit  # type: ignore[untyped-decorator]
-def read_levels(data, at, bits, out):  # type: ignore[no-untyped-def]
+@entry
+def read_levels(data: Array, at: Num, bits: Num, out: Array) -> Num:
     """Fill out from a section at data[at:]; return 0, or -1 if magnitudes do not ascend or are not finite."""
     wanted = 1 << (bits - 1)
     patterns = out.view(np.uint32)

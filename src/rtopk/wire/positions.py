@@ -6,11 +6,11 @@ the same parameter its unary part is never shorter than that of Golomb codes of 
 """
 
 import numpy as np
-from numba import int64, njit, uint8, uint64
 from numpy.typing import NDArray
 
 from rtopk.wire import PayloadError
 from rtopk.wire.bits import address, all_zero, last_word, load_word, trailing_zeros
+from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint8, uint64
 from rtopk.wire.golomb import pack, plan
 from rtopk.wire.streams import unpack, unpack_four
 
@@ -21,13 +21,12 @@ FOUR_STREAMS_FROM = 1 << 15
 DIRECTORY = 48  # bytes: where streams 1 to 3 begin, in positions and in bytes, as uint64
 SLACK = 8  # the writer stores whole words
 
-_jit = njit(nogil=True, cache=True)
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 
 
-@_jit  # type: ignore[untyped-decorator]
-def ascends(positions, start, end):  # type: ignore[no-untyped-def]
+@entry
+def ascends(positions: Array, start: Num, end: Num) -> Num:
     """Say whether positions are exactly start, ..., end - 1."""
     wrong = int64(0)
     for i in range(end - start):
@@ -35,8 +34,8 @@ def ascends(positions, start, end):  # type: ignore[no-untyped-def]
     return wrong == 0
 
 
-@_jit  # type: ignore[untyped-decorator]
-def write_gaps(positions, prefix, shifts):  # type: ignore[no-untyped-def]
+@entry
+def write_gaps(positions: Array, prefix: Num, shifts: tuple[int, ...]) -> tuple[Array, Num]:
     """Return an array with the bits of the positions from byte `prefix` on, and where they end (-1: bad)."""
     n = len(positions)
     shift, (code, expected, bound) = shifts[0], plan(positions, shifts[0])
@@ -68,15 +67,15 @@ def write_gaps(positions, prefix, shifts):  # type: ignore[no-untyped-def]
     return out, at
 
 
-@_jit  # type: ignore[untyped-decorator]
-def stream_share(n, shift):  # type: ignore[no-untyped-def]
+@loop
+def stream_share(n: Num, shift: Num) -> Num:
     """Return how many of n positions each of four streams but the last holds: whole blocks."""
     quarter = (n + 3) >> 2
     return (quarter + (1 << shift) - 1) >> shift << shift
 
 
-@_jit  # type: ignore[untyped-decorator]
-def read_gaps(data, begin, end, limit, out):  # type: ignore[no-untyped-def]
+@entry
+def read_gaps(data: Array, begin: Num, end: Num, limit: Num, out: Array) -> Num:
     """Fill out with the positions coded in data[begin:end]; return the bit after them, or -1."""
     n = len(out)
     if end - begin < 2:
@@ -108,8 +107,8 @@ def read_gaps(data, begin, end, limit, out):  # type: ignore[no-untyped-def]
     return bits[3]
 
 
-@_jit  # type: ignore[untyped-decorator]
-def complement(positions, limit, out):  # type: ignore[no-untyped-def]
+@entry
+def complement(positions: Array, limit: Num, out: Array) -> Num:
     """Fill out with the positions below the limit that are not among the given; False if not ascending."""
     j, expected = 0, int64(0)
     for i in range(len(positions) + 1):
@@ -124,8 +123,8 @@ def complement(positions, limit, out):  # type: ignore[no-untyped-def]
     return j == len(out)
 
 
-@_jit  # type: ignore[untyped-decorator]
-def write_bitmap(positions, limit, prefix):  # type: ignore[no-untyped-def]
+@entry
+def write_bitmap(positions: Array, limit: Num, prefix: Num) -> tuple[Array, Num]:
     """Return an array with one bit per position from byte `prefix` on, and where it ends (-1: bad)."""
     out = np.zeros(prefix + ((limit + 7) >> 3), np.uint8)
     previous = int64(-1)
@@ -137,8 +136,8 @@ def write_bitmap(positions, limit, prefix):  # type: ignore[no-untyped-def]
     return out, int64(len(out))
 
 
-@_jit  # type: ignore[untyped-decorator]
-def read_bitmap(data, begin, end, limit, out):  # type: ignore[no-untyped-def]
+@entry
+def read_bitmap(data: Array, begin: Num, end: Num, limit: Num, out: Array) -> Num:
     """Fill out with the positions of the ones; return the bit after the bitmap, or -1."""
     base = address(data)
     j, last = 0, begin + ((limit + 7) >> 3)

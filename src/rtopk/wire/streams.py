@@ -5,25 +5,21 @@ latency, four by throughput. No byte outside the given addresses is read, no gap
 proportional to the entries that the caller has made room for.
 """
 
-from numba import int64, njit, uint64
-
 from rtopk.wire.bits import address, last_word, load_word, trailing_zeros
-from rtopk.wire.golomb import BAD_STREAM, parameter, width
-
-_jit = njit(nogil=True, cache=True, error_model="numpy")
-_inline = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+from rtopk.wire.compiling import Array, Num, inlined, int64, loop, uint64
+from rtopk.wire.golomb import BAD_STREAM, PARAMETERS, width
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _window(base, end, bit):  # type: ignore[no-untyped-def]
+@loop
+def _window(base: Num, end: Num, bit: Num) -> Num:
     """Return a window of at least 57 bits from a bit on, zeros beyond the end."""
     at = base + (bit >> 3)
     word = load_word(at) if at + 8 <= end else last_word(at, end)
     return word >> uint64(bit & 7)
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _long_gap(base, end, bit, m, short, escape, limit):  # type: ignore[no-untyped-def]
+@loop
+def _long_gap(base: Num, end: Num, bit: Num, m: Num, short: Num, escape: Num, limit: Num) -> Num:
     """Read a code that one window may not hold; return gap and next bit, or -1 if it passes the limit."""
     q = int64(0)
     while True:
@@ -43,8 +39,8 @@ def _long_gap(base, end, bit, m, short, escape, limit):  # type: ignore[no-untyp
     return q * m + r, bit
 
 
-@_inline  # type: ignore[untyped-decorator]
-def _gap(base, end, bit, m, short, escape, limit):  # type: ignore[no-untyped-def]
+@inlined
+def _gap(base: Num, end: Num, bit: Num, m: Num, short: Num, escape: Num, limit: Num) -> Num:
     """Read one code; return gap and next bit, gap -1 if it is not one."""
     at = base + (bit >> 3)
     if at + 8 <= end:
@@ -60,22 +56,31 @@ def _gap(base, end, bit, m, short, escape, limit):  # type: ignore[no-untyped-de
     return _long_gap(base, end, bit, m, short, escape, limit)
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _block(base, end, bit, code):  # type: ignore[no-untyped-def]
+@loop
+def _block(base: Num, end: Num, bit: Num, code: Num) -> Num:
     """Read the start of a block; return the next bit, code, M, bits of a short remainder, first long one."""
     word = _window(base, end, bit)
     bit += 1
     if word & uint64(1):
         code = int64((word >> uint64(1)) & uint64(255))
         bit += 8
-    m = parameter(code)
+    m = PARAMETERS[code]
     short = width(m) - 1 if m > 1 else 0
     escape = (int64(1) << int64(short + 1)) - m if m > 1 else int64(1)
     return bit, code, m, short, escape
 
 
-@_jit  # type: ignore[untyped-decorator]
-def unpack(data, bit, end, shift, code, start, limit, out):  # type: ignore[no-untyped-def]
+@loop
+def unpack(
+    data: Array,
+    bit: Num,
+    end: Num,
+    shift: Num,
+    code: Num,
+    start: Num,
+    limit: Num,
+    out: Array,
+) -> Num:
     """Fill out with ascending positions in [start, limit); return the bit after the stream, or -1."""
     base = address(data)
     end += base
@@ -93,8 +98,18 @@ def unpack(data, bit, end, shift, code, start, limit, out):  # type: ignore[no-u
     return bit
 
 
-@_jit  # type: ignore[untyped-decorator]
-def unpack_four(data, bits, end, shift, code, starts, limit, out, share):  # type: ignore[no-untyped-def]
+@loop
+def unpack_four(
+    data: Array,
+    bits: Array,
+    end: Num,
+    shift: Num,
+    code: Num,
+    starts: Array,
+    limit: Num,
+    out: Array,
+    share: Num,
+) -> Num:
     """Fill out from four streams, each of `share` positions but the last; write their last bits to bits.
 
     Returns 0, or -1 if a stream is not one.

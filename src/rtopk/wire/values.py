@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numba import njit, uint16, uint32
 from numpy.typing import NDArray
 
+from rtopk.wire.compiling import Array, Num, entry, uint16, uint32
 from rtopk.wire.levels import read_levels, section_size, write_levels
 
 Bytes = NDArray[np.uint8]
@@ -19,8 +19,6 @@ Floats = NDArray[np.float32]
 NO_DRAWS = np.empty(0, np.float32)
 INT8_BLOCK = 256
 HALF_MAX, HALF_MIN = 65504.0, 2.0**-14
-
-_jit = njit(nogil=True, cache=True, error_model="numpy")
 
 
 class Form(Protocol):
@@ -39,8 +37,8 @@ class Form(Protocol):
         """Fill out from a section at data[at:]; say whether it was one."""
 
 
-@_jit  # type: ignore[untyped-decorator]
-def finite(patterns):  # type: ignore[no-untyped-def]
+@entry
+def finite(patterns: Array) -> Num:
     """Say whether no float32, given as bits, is NaN or infinite."""
     wrong = uint32(0)
     for i in range(len(patterns)):
@@ -68,8 +66,8 @@ class Float32:
         return bool(finite(out.view(np.uint32)))
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _to_grid(values, draws, scale, out):  # type: ignore[no-untyped-def]
+@entry
+def _to_grid(values: Array, draws: Array, scale: float, out: Array) -> None:
     """Scale values and round them up or down, at random, to the grid of float16."""
     for i in range(len(values)):
         x = float(values[i]) * scale
@@ -130,8 +128,8 @@ class Half:
         return bool(finite(out.view(np.uint32)))
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _write_bfloat(patterns, draws, out, decoded):  # type: ignore[no-untyped-def]
+@entry
+def _write_bfloat(patterns: Array, draws: Array, out: Array, decoded: Array) -> None:
     for i in range(len(patterns)):
         size = patterns[i] & uint32(0x7FFFFFFF)
         if len(draws):
@@ -168,8 +166,8 @@ class BFloat:
         return bool(finite(patterns))
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _write_int8(values, draws, out, decoded):  # type: ignore[no-untyped-def]
+@entry
+def _write_int8(values: Array, draws: Array, out: Array, decoded: Array) -> None:
     at, scale = 0, np.empty(1, np.float32)
     for begin in range(0, len(values), INT8_BLOCK):
         end = min(begin + INT8_BLOCK, len(values))
@@ -190,8 +188,8 @@ def _write_int8(values, draws, out, decoded):  # type: ignore[no-untyped-def]
         at += end - begin
 
 
-@_jit  # type: ignore[untyped-decorator]
-def _read_int8(data, out):  # type: ignore[no-untyped-def]
+@entry
+def _read_int8(data: Array, out: Array) -> Num:
     at, scale = 0, np.empty(1, np.float32)
     for begin in range(0, len(out), INT8_BLOCK):
         end = min(begin + INT8_BLOCK, len(out))

@@ -1,0 +1,68 @@
+"""How the bit loops are compiled: at their first call, without the interpreter lock, kept on disk.
+
+numba looks for changes only in the file of the loop that is called from Python: whoever changes a loop that
+others inline deletes `__pycache__`.
+"""
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numba
+from numba.extending import intrinsic as numba_intrinsic
+from numpy.typing import NDArray
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Array = NDArray[Any]
+Num = Any  # a number of the machine, not of Python
+int64: Any = numba.int64
+uint8: Any = numba.uint8
+uint16: Any = numba.uint16
+uint32: Any = numba.uint32
+uint64: Any = numba.uint64
+
+
+def loop(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a loop that other loops call; division is that of the machine, not of Python."""
+    return cast(Callable[P, R], numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+
+
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a piece of a loop into every loop that uses it."""
+    jit = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+    return cast(Callable[P, R], jit(function))
+
+
+def entry(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a loop that Python calls; say so if that takes more than a second."""
+    compiled = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    ready = False
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal ready
+        if ready:
+            return compiled(*args, **kwargs)
+        note = threading.Timer(1.0, _announce, [function.__name__])
+        note.daemon = True
+        note.start()
+        try:
+            result = compiled(*args, **kwargs)
+            ready = True
+            return result
+        finally:
+            note.cancel()
+
+    return call
+
+
+def _announce(name: str) -> None:
+    logging.getLogger("rtopk").warning("compiling %s for this machine, once: some seconds", name)
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an instruction of LLVM callable from loops."""
+    return cast(Callable[..., Any], numba_intrinsic(function))
