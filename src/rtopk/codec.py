@@ -224,8 +224,10 @@ def _as_float32(values: Tensor) -> NDArray[np.float32]:
     if values.dtype != torch.float32:
         if not bool(values.isfinite().all()):
             raise ValueError("values to encode must be finite, got NaN or Inf")
-        largest = torch.finfo(torch.float32).max
-        values = values.clamp(-largest, largest).to(torch.float32)
+        if values.dtype == torch.float64:
+            largest = torch.finfo(torch.float32).max
+            values = values.clamp(-largest, largest)
+        values = values.to(torch.float32)
     array: NDArray[np.float32] = values.cpu().contiguous().numpy()
     if not finite(array.view(np.uint32)):
         raise ValueError("values to encode must be finite, got NaN or Inf")

@@ -52,7 +52,7 @@ def plan(positions: Array, shift: Num) -> Num:
     Reads the ends of the blocks only.
     """
     n, size, previous = len(positions), 1 << shift, int64(-1)
-    first = best_code(positions[min(size, n) - 1] + 1 - min(size, n), min(size, n))
+    first = best_code(positions[-1] + 1 - n, n)  # the mean of all: blocks that differ say so
     code, expected, bound = first, 0.0, int64(64)
     for begin in range(0, n, size):
         end = min(begin + size, n)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rtopk.wire.compiling import Array, Num, entry, uint16, uint32
+from rtopk.wire.compiling import Array, Num, entry, int64, uint16, uint32
 from rtopk.wire.levels import read_levels, section_size, write_levels
 
 Bytes = NDArray[np.uint8]
@@ -112,6 +112,8 @@ class Half:
         else:
             scaled = _times_power(values, -exponent)
         halves = torch.from_numpy(scaled).to(torch.float16).numpy()
+        if exponent == 113:  # 2**15 x 2**113 is beyond float32: stay one step below
+            halves = halves.clip(-32752.0, 32752.0)
         out[at : at + 2].view(np.int16)[:] = exponent
         out[at + 2 : at + 2 + 2 * len(values)].view(np.float16)[:] = halves
         return _times_power(torch.from_numpy(halves).to(torch.float32).numpy(), exponent)
@@ -182,8 +184,8 @@ def _write_int8(values: Array, draws: Array, out: Array, decoded: Array) -> None
         for i in range(begin, end):
             x = float(values[i]) * factor
             q = np.floor(x + draws[i]) if len(draws) else np.rint(x)
-            q = max(-127.0, min(127.0, q))
-            out[at + i - begin] = np.int64(q) & 255
+            q = float(int64(max(-127.0, min(127.0, q))))  # a whole number has no -0
+            out[at + i - begin] = int64(q) & 255
             decoded[i] = np.float32(q * float(largest) / 127.0)
         at += end - begin
 
