@@ -1,11 +1,12 @@
 """Fuzz the decoder: `python tests/fuzz_codec.py -max_total_time=600` (options of libFuzzer).
 
-Every input is one byte of choice and the bytes of a payload; the checksum is written anew, so that mutations
-reach the sections behind it. Whatever comes out must be a valid vector of the expected size, or PayloadError. The
-corpus starts from valid payloads of every form. The compiled loops are not instrumented: coverage guides the
-Python around them, the mutations of a valid corpus do the rest.
+The first byte of an input says what the rest is: the bytes of a payload, or edits of a valid payload (which one,
+then where and what, then how much is cut off). The checksum is written anew, so that both reach the sections
+behind it. Whatever comes out must be a valid vector of the expected size, or PayloadError. The compiled loops are
+not instrumented: coverage guides through the Python around them, edits of valid payloads through the loops.
 """
 
+import atexit
 import sys
 import tempfile
 from pathlib import Path
@@ -14,45 +15,65 @@ import atheris
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-with atheris.instrument_imports(include=["rtopk.codec", "rtopk.wire.positions", "rtopk.wire.values"]):
-    from codec_cases import FORMS, KINDS, must_be_valid_or_refused, reseal, support
-    from rtopk import Codec, SparseVector
-    from rtopk.seed import generator
+from codec_cases import FORMS, KINDS, must_be_valid_or_refused, reseal, support
+from rtopk import Codec, SparseVector
+from rtopk.seed import generator
+from rtopk.wire import positions, values
+
+# Not whole modules: numba could not compile loops that are instrumented.
+Codec.decode = atheris.instrument_func(Codec.decode)
+positions.read = atheris.instrument_func(positions.read)
+for form in values.FORMS:
+    type(form).read = atheris.instrument_func(type(form).read)
 
 SIZE, ENTRIES = 3000, 400
 CODEC = Codec()
 
 
-def one(data):
-    """Check one input."""
-    payload = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    )
-    if len(payload) >= 40:
-        payload = reseal(payload)
-    if must_be_valid_or_refused(CODEC, payload, SIZE, ENTRIES) is not None:
-        one.valid += 1
-
-
-one.valid = 0
-
-
-def corpus(folder):
-    """Write valid payloads."""
+def corpus():
+    """Yield valid payloads of every form."""
     for form in FORMS:
         for kind in KINDS:
             for k in (0, 3, 60, 300):
                 for fixed in (False, True):
                     indices = support(kind, SIZE, k, generator(k))
-                    values = torch.randn(len(indices), generator=generator(kind))
-                    payload = Codec(form, fixed=fixed).encode(
-                        SparseVector(indices, values, SIZE), generator(0)
-                    )
-                    Path(folder, f"{form}-{kind}-{k}-{fixed}").write_bytes(payload.numpy().tobytes())
+                    vector = SparseVector(indices, torch.randn(len(indices), generator=generator(kind)), SIZE)
+                    yield Codec(form, fixed=fixed).encode(vector, generator(0)).numpy().tobytes()
+
+
+VALID = list(corpus())
+
+
+def one(data):
+    """Check one input."""
+    payload = bytearray(data[1:])
+    if data and data[0] & 1:
+        payload, at = bytearray(VALID[int.from_bytes(data[1:3]) % len(VALID)]), 3
+        start = 40 if data[0] & 2 else 0
+        for at in range(3, min(len(data) - 4, 3 + 3 * (data[0] >> 2 & 7)), 3):
+            room = max(1, len(payload) - start)
+            payload[min(len(payload) - 1, start + int.from_bytes(data[at : at + 2]) % room)] = data[at + 2]
+        if data[0] & 128:
+            del payload[len(payload) - data[-1] % len(payload) :]
+    if not payload:
+        return
+    payload = torch.frombuffer(payload, dtype=torch.uint8)
+    if len(payload) >= 40:
+        payload = reseal(payload)
+    valid = must_be_valid_or_refused(CODEC, payload, SIZE, ENTRIES)
+    COUNTS["valid" if valid is not None else "refused"] += 1
+
+
+COUNTS = {"valid": 0, "refused": 0}
+atexit.register(lambda: print(COUNTS, file=sys.stderr))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        corpus(folder)
+        for i, payload in enumerate(VALID):
+            Path(folder, f"bytes-{i}").write_bytes(b"\0" + payload)
+            Path(folder, f"edits-{i}").write_bytes(
+                bytes([1 + 4 * (i % 8)]) + i.to_bytes(2) + bytes(range(24))
+            )
         atheris.Setup([sys.argv[0], *sys.argv[1:], folder], one)
         atheris.Fuzz()

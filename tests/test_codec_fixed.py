@@ -134,4 +134,9 @@ def test_capacity_is_pinned():
         ("2bit", 9610, 11_173_962, 20_774),
         ("fp16", 0, 99, 60),
     ]
-    assert [Codec(f, fixed=True, dense_size=t).capacity(d, k) for f, t, d, k in cases] == []
+    assert [Codec(f, fixed=True, dense_size=t).capacity(d, k) for f, t, d, k in cases] == [
+        5489,
+        19718,
+        21424,
+        175,
+    ]

@@ -18,6 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Array = NDArray[Any]
 Num = Any  # a number of the machine, not of Python
+int32: Any = numba.int32
 int64: Any = numba.int64
 uint8: Any = numba.uint8
 uint16: Any = numba.uint16

@@ -10,7 +10,7 @@ eight parameters per factor of two.
 import numpy as np
 
 from rtopk.wire.bits import address, bit_length, store_word
-from rtopk.wire.compiling import Array, Num, int64, loop, uint64
+from rtopk.wire.compiling import Array, Num, int32, int64, loop, uint64
 
 CODES = 256
 BAD_STREAM = -1
@@ -71,6 +71,50 @@ def plan(positions: Array, shift: Num) -> Num:
 
 
 @loop
+def _codes(
+    positions: Array,
+    previous: Num,
+    m: Num,
+    short: Num,
+    escape: Num,
+    gaps: Array,
+    codes: Array,
+    lengths: Array,
+) -> Num:
+    """Write the codes of a block and their lengths; return the longest, 64 if it must be done with care.
+
+    A loop without branches, which the compiler turns into vector instructions: gaps must fit 31 bits.
+    """
+    n = len(positions)
+    if positions[n - 1] - previous >= 1 << 31:
+        return int64(64)
+    inverse, longest, wrong = 1.0 / m, int32(0), int32(0)
+    small, first_long, width_short = int32(m), int32(escape), int32(short)
+    gaps[0] = positions[0] - previous - 1
+    left, right = positions[:-1], positions[1:]
+    for i in range(n - 1):
+        gaps[i + 1] = right[i] - left[i] - 1
+    for i in range(n):
+        gap = gaps[i]
+        q = int32(gap * inverse)
+        r = int32(gap - q * small)
+        low, high = int32(r < 0), int32(r >= small)  # the product was rounded across a whole number
+        q = int32(q + high - low)
+        r = int32(r + small * (low - high))
+        more = int32(r >= first_long)
+        # a long remainder is r + escape in short + 1 bits, its lowest bit last
+        longer = int32(r + first_long)
+        longer = int32((longer >> 1) | ((longer & 1) << width_short))
+        tail = int32(r ^ ((r ^ longer) & -more))  # chosen by a mask: the branch would be a coin flip
+        length = int32(q + 1 + width_short + more)
+        codes[i] = (1 | (tail << 1)) << (q & 31)
+        lengths[i] = length
+        longest = max(longest, length)
+        wrong |= gap
+    return int64(64) if wrong < 0 else int64(longest)
+
+
+@loop
 def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Num) -> Num:
     """Write positions >= start as bits into out[at:]; return the byte after them, or -1 if not ascending.
 
@@ -79,7 +123,9 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
     n, size, previous = len(positions), 1 << shift, int64(start) - 1
     base = address(out)
     at += base
-    word, used = uint64(0), 0  # bits not yet passed on, fewer than 8 at every turn
+    codes, lengths = np.empty(size + 1, np.uint32), np.empty(size + 1, np.int32)
+    gaps = np.empty(size, np.int32)
+    word, used = uint64(0), int64(0)  # bits not yet passed on, fewer than 8 at every turn
     for begin in range(0, n, size):
         end = min(begin + size, n)
         count = end - begin
@@ -99,6 +145,18 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
         inverse = 1.0 / m
         short = width(m) - 1 if m > 1 else 0  # bits of a short remainder
         escape = (int64(1) << int64(short + 1)) - m if m > 1 else 1  # remainders from here on: a bit more
+        if _codes(positions[begin:end], previous, m, short, escape, gaps, codes, lengths) <= 28:
+            previous = positions[end - 1]
+            codes[count] = lengths[count] = 0
+            for i in range(0, count, 2):  # two at once
+                both = uint64(codes[i]) | (uint64(codes[i + 1]) << uint64(lengths[i]))
+                word |= both << uint64(used)
+                store_word(at, word)
+                used += lengths[i] + lengths[i + 1]
+                at += used >> 3
+                word >>= uint64(used & ~7)
+                used &= 7
+            continue
         for i in range(begin, end):
             gap = positions[i] - previous - 1
             if gap < 0:

@@ -5,7 +5,7 @@ latency, four by throughput. No byte outside the given addresses is read, no gap
 proportional to the entries that the caller has made room for.
 """
 
-from rtopk.wire.bits import address, last_word, load_word, trailing_zeros
+from rtopk.wire.bits import address, last_word, load_word, store_word, trailing_zeros
 from rtopk.wire.compiling import Array, Num, inlined, int64, loop, uint64
 from rtopk.wire.golomb import BAD_STREAM, PARAMETERS, width
 
@@ -114,7 +114,7 @@ def unpack_four(
 
     Returns 0, or -1 if a stream is not one.
     """
-    base, room = address(data), end
+    base, room, to = address(data), end, address(out)
     end += base
     n, size, wrong = len(out), 1 << shift, int64(0)
     b0, b1, b2, b3 = bits[0], bits[1], bits[2], bits[3]
@@ -136,10 +136,10 @@ def unpack_four(
             p1 += g1 + 1
             p2 += g2 + 1
             p3 += g3 + 1
-            out[i] = p0
-            out[i + share] = p1
-            out[i + 2 * share] = p2
-            out[i + 3 * share] = p3
+            store_word(to + 8 * i, uint64(p0))
+            store_word(to + 8 * (i + share), uint64(p1))
+            store_word(to + 8 * (i + 2 * share), uint64(p2))
+            store_word(to + 8 * (i + 3 * share), uint64(p3))
         if wrong < 0 or max(max(p0, p1), max(p2, p3)) >= limit or max(max(b0, b1), max(b2, b3)) > 8 * room:
             return int64(BAD_STREAM)
     bits[0] = unpack(data, b0, room, shift, c0, p0 + 1, limit, out[together:share])
