@@ -17,7 +17,11 @@ MEMORIES = {
     "MomentumCorrection": MomentumCorrection,
     "MomentumCorrection, unmasked": lambda: MomentumCorrection(masking=False),
 }
-CODECS = {"fp32": Codec}
+CODECS = {
+    "fp32": Codec,
+    "4bit": lambda: Codec("4bit"),
+    "int8, stochastic": lambda: Codec("int8", "stochastic"),
+}
 LOSSLESS = ("fp32",)
 
 

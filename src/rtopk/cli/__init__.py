@@ -11,6 +11,7 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
+from rtopk.cli.bench import app as bench
 from rtopk.cli.demo import demo
 from rtopk.cli.train import train
 
@@ -43,6 +44,7 @@ def _options(
 
 app.command()(demo)
 app.command()(train)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

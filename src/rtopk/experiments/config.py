@@ -42,6 +42,7 @@ class Config:
     density: float = 0.01
     dense_biases: bool = False  # send tensors of one dimension whole; the paper lets all entries compete
     r_over_k: float = 0.0  # rtop-k only; 0 is the paper's choice, the number of nodes
+    values: str = "fp32"  # how the codec writes values
     memory: MemoryName = "error-feedback"
     masking: bool = True  # momentum-correction only
     mean: Mean = "nodes"
@@ -79,6 +80,7 @@ class Config:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         check_density(self.density)
+        self.make_codec(0)  # refuses values that it does not know
         if not self.learning_rate > 0.0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
         if not 0.0 <= self.momentum < 1.0:
@@ -125,7 +127,7 @@ class Config:
 
     def make_codec(self, fingerprint: int) -> Codec:
         """Build the codec that all nodes share."""
-        return Codec(fingerprint=fingerprint)
+        return Codec(self.values, fingerprint=fingerprint)
 
     def rate(self, round_: int) -> float:
         """Return the learning rate of a round: piecewise divides by ten at half and at three quarters."""

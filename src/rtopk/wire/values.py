@@ -8,7 +8,6 @@ a class to FORMS at the end: the number in the header is the place in that list.
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rtopk.wire.compiling import Array, Num, entry, int64, uint16, uint32
@@ -111,12 +110,13 @@ class Half:
             _to_grid(values, draws, 2.0**-exponent, scaled)
         else:
             scaled = _times_power(values, -exponent)
-        halves = torch.from_numpy(scaled).to(torch.float16).numpy()
+        with np.errstate(over="ignore", under="ignore"):
+            halves = scaled.astype(np.float16)
         if exponent == 113:  # 2**15 x 2**113 is beyond float32: stay one step below
             halves = halves.clip(-32752.0, 32752.0)
         out[at : at + 2].view(np.int16)[:] = exponent
         out[at + 2 : at + 2 + 2 * len(values)].view(np.float16)[:] = halves
-        return _times_power(torch.from_numpy(halves).to(torch.float32).numpy(), exponent)
+        return _times_power(halves.astype(np.float32), exponent)
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Read the values; an exponent beyond what float32 can need is refused."""
@@ -125,8 +125,8 @@ class Half:
         exponent = int(data[at : at + 2].view(np.int16)[0])
         if not -164 <= exponent <= 113:
             return False
-        halves = torch.from_numpy(data[at + 2 : at + 2 + 2 * len(out)].copy()).view(torch.float16)
-        out[:] = _times_power(halves.to(torch.float32).numpy(), exponent)
+        halves = data[at + 2 : at + 2 + 2 * len(out)].view(np.float16)
+        out[:] = _times_power(halves.astype(np.float32), exponent)
         return bool(finite(out.view(np.uint32)))
 
 
