@@ -1,7 +1,7 @@
 """The hot loops: accumulate a gradient, and find the r largest entries on the way. Everything is exact.
 
-"Larger" means larger magnitude; among equal magnitudes the lower index is the larger, so the r largest entries
-are one definite set, and the same one here, in the twin, and for any number of threads.
+"Larger" means larger magnitude; among equal magnitudes the lower index is the larger, so the r largest
+entries are one definite set, and the same one here, in the twin, and for any number of threads.
 
 The pass, for fp32 on a CPU (`twin` does the same for the rest, in torch):
 1. A check reads the gradient: if an entry is not finite, nothing is written at all.
@@ -9,12 +9,12 @@ The pass, for fp32 on a CPU (`twin` does the same for the rest, in torch):
    they are in registers: one word of 64 bits says which reach it. Mostly it is zero, and that was all.
 3. Positions and values of those that reach it are written down: the candidates.
 4. The bound comes from the floor, a guess at the r-th magnitude: the last step's, lowered a little.
-5. Too low a guess: when a quarter more than r are held, the r largest are kept and the bound rises above
+5. Too low a guess: when half as many again as r are held, the r largest are kept and the bound rises above
    them, so a pass never holds much more than r, whatever the data.
 6. Too high a guess: fewer than r candidates. Only then a second scan, with a floor taken from a sample; and
    if even that was too high, a third with floor zero, which always finds r.
-7. A histogram of the candidates' magnitudes gives the r-th exactly; one more pass over the candidates ranks
-   them and picks those whose rank was drawn. So select and subtract cost O(r), not O(d).
+7. The r-th magnitude of the candidates is found exactly, from a sample and a look at those near it; one more
+   pass over them ranks them and picks those whose rank was drawn. Select and subtract cost O(r), not O(d).
 Each thread does this for its own range; ranges follow one another, so candidates are in order.
 """
 
@@ -32,6 +32,8 @@ from rtopk import twin
 from rtopk.threads import ranges, together
 
 SAMPLE = 8192
+_NOWHERE = np.empty(0, np.int32)
+SCATTER = 1 << 14  # entries that are worth a thread where each is a miss of the cache
 
 
 class Search(NamedTuple):
@@ -56,6 +58,27 @@ class Candidates:
     def positions(self) -> Tensor:
         """The positions, int64."""
         return torch.cat([positions.to(torch.int64) for positions, _ in self.parts])
+
+
+class Scratch:
+    """The arrays that candidates are written to, kept from step to step: fresh memory is slow to touch.
+
+    Whoever passes the same one again overwrites the candidates of the last time.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[Any, Any]] = {}
+
+    def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
+        """Return arrays with at least that much room, and not four times as much."""
+        positions, values = self._arrays.get(part, (_NOWHERE, _NOWHERE))
+        if positions.dtype != place or not room <= positions.size <= 4 * room:
+            positions, values = np.empty(room, place), np.empty(room, np.float32)
+        return positions, values
+
+    def put(self, part: int, positions: Any, values: Any) -> None:
+        """Keep the arrays."""
+        self._arrays[part] = positions, values
 
 
 class Picked(NamedTuple):
@@ -103,10 +126,12 @@ def accumulate_(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
     scale: float = 1.0,
+    scratch: Scratch | None = None,
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates.
 
-    With a velocity: velocity <- momentum * velocity + scale * gradient, each operation rounded.
+    With a velocity: velocity <- momentum * velocity + scale * gradient, each operation rounded. Candidates
+    written to a scratch are valid until it is used again.
     """
     moved = (residual, gradient) if velocity is None else (residual, gradient, velocity)
     if search is None or not compilable(*moved):
@@ -114,21 +139,12 @@ def accumulate_(
         return None if search is None else scan(residual, search)
     from rtopk import loops
 
-    mode = loops.ADD if velocity is None else loops.MOMENTUM
-    empty = np.empty(0, np.float32)
-    return _collect(
-        partial(
-            loops.collect,
-            mode,
-            _array(residual),
-            empty if velocity is None else _array(velocity),
-            _array(gradient),
-            np.float32(momentum),
-            np.float32(scale),
-        ),
-        residual.numel(),
-        search,
-    )
+    arrays = [_array(vector) for vector in moved]
+    if velocity is None:
+        loop = partial(loops.add, *arrays)
+    else:
+        loop = partial(loops.move, *arrays, np.float32(momentum), np.float32(scale))
+    return _collect(loop, residual.numel(), search, Scratch() if scratch is None else scratch)
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:
@@ -138,8 +154,7 @@ def scan(vector: Tensor, search: Search) -> Candidates:
         return Candidates((twin.collect(vector[:size], search.floor, search.wanted),), search.floor)
     from rtopk import loops
 
-    array, empty, nought = _array(vector)[:size], np.empty(0, np.float32), np.float32(0.0)
-    return _collect(partial(loops.collect, loops.SCAN, array, empty, empty, nought, nought), size, search)
+    return _collect(partial(loops.scan, _array(vector)), size, search, Scratch())
 
 
 def search_largest(vector: Tensor, r: int) -> Candidates:
@@ -169,7 +184,7 @@ def sampled_floor(vector: Tensor, r: int) -> float:
 
 
 def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
-    """Return those of the r largest candidates whose rank, in order of position, has its bit set in `words`."""
+    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
     if len(candidates) < r:
         raise ValueError(f"need at least r={r} candidates, got {len(candidates)}")
     if not all(compilable(values) for _, values in candidates.parts):
@@ -181,13 +196,17 @@ def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
 
     parts = [(positions.numpy(), values.numpy()) for positions, values in candidates.parts]
     threshold, ties = _rth([values for _, values in parts], r, int(_key(candidates.floor)))
-    positions, values = torch.empty(k + 1, dtype=torch.int64), torch.empty(k + 1)
-    rank = count = 0
+    out = np.empty(k, np.int64), np.empty(k, np.float32)
+    tasks, rank = [], 0
     for at, value in parts:
-        rank, ties, count = loops.pick(
-            at, value, threshold, ties, words, rank, positions.numpy(), values.numpy(), count
-        )
-    return Picked(positions[:k], values[:k], float(np.int32(threshold).view(np.float32)))
+        count = loops.ones_before(words, rank)
+        tasks.append(partial(loops.pick, at, value, threshold, ties, words, rank, *out, count))
+        if len(parts) > 1:
+            above, tied = loops.tally(value, threshold)
+            rank, ties = rank + above + min(tied, ties), ties - min(tied, ties)
+    together(tasks)
+    magnitude = float(np.int32(threshold).view(np.float32))
+    return Picked(torch.from_numpy(out[0]), torch.from_numpy(out[1]), magnitude)
 
 
 def take_out_(residual: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -203,7 +222,7 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor) -> None:
     from rtopk import loops
 
     arrays = _array(residual), indices.numpy(), _array(values)
-    together([partial(loops.take_out, *arrays, a, b) for a, b in ranges(indices.numel(), 1)])
+    together([partial(loops.take_out, *arrays, a, b) for a, b in ranges(indices.numel(), 1, SCATTER)])
 
 
 def draw_words(r: int, k: int, seed: int) -> Any:
@@ -212,7 +231,7 @@ def draw_words(r: int, k: int, seed: int) -> Any:
 
     if k == r:
         return every_bit(r)
-    words = np.zeros(r // 64 + 1, np.uint64)  # one bit more than r: `pick` looks at the rank after the last
+    words = np.zeros(r // 64 + 2, np.uint64)  # `pick` reads the word after the last
     if 2 * k <= r:
         loops.draw_words(words, r, k, seed)
         return words
@@ -233,8 +252,8 @@ def draw_few(r: int, k: int, seed: int) -> Tensor:
 
 def every_bit(r: int) -> Any:
     """Return words of 64 bits, the first r bits set."""
-    words = np.full(r // 64 + 1, 0xFFFFFFFFFFFFFFFF, np.uint64)
-    words[-1] = np.uint64((1 << r % 64) - 1)
+    words = np.full(r // 64 + 2, 0xFFFFFFFFFFFFFFFF, np.uint64)
+    words[-2:] = (1 << r % 64) - 1, 0
     return words
 
 
@@ -255,49 +274,35 @@ def _key(magnitude: float) -> np.int32:
     return np.float32(magnitude).view(np.int32)
 
 
-def _collect(loop: Callable[..., tuple[int, int]], d: int, search: Search) -> Candidates:
+def _collect(loop: Callable[..., Any], d: int, search: Search, scratch: Scratch) -> Candidates:
     """Run the pass over all ranges; entries from `search.size` on are accumulated, not searched."""
     size = d if search.size is None else search.size
-    place = np.int32 if d < 2**31 else np.int64
-    bound = _key(search.floor)
     cuts = ranges(size, 64)
-
-    def part(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        wanted = end - begin if search.wanted is None else min(search.wanted, end - begin)
-        spare = max(wanted // 4, (end - begin) // 1024)
-        most = min(end - begin, wanted + spare) + 128
-        room = min(most, 1024 + 3 * wanted // (2 * len(cuts)))
-        return _part(loop, begin, end, bound, wanted, most, room, place)
-
-    def tail() -> None:
-        loop(size, d, np.int32(0x7FFFFFFF), np.empty(128, place), np.empty(128, np.float32), 0)
-
-    parts = together([partial(part, a, b) for a, b in cuts])
+    parts = together([partial(_part, loop, i, cuts, d, search, scratch) for i in range(len(cuts))])
     if size < d:
-        tail()
+        loop(size, d, np.int32(0x7FFFFFFF), _NOWHERE, _NOWHERE.view(np.float32), -128)
     return Candidates(tuple(parts), search.floor)
 
 
 def _part(
-    loop: Callable[..., tuple[int, int]],
-    at: int,
-    end: int,
-    bound: np.int32,
-    wanted: int,
-    most: int,
-    room: int,
-    place: type[np.signedinteger[Any]],
+    loop: Callable[..., Any], part: int, cuts: list[tuple[int, int]], d: int, search: Search, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Run the pass over one range, making room as it goes: first larger arrays, then a higher bound."""
     from rtopk import loops
 
-    positions, values, count = np.empty(room, place), np.empty(room, np.float32), 0
+    at, end = cuts[part]
+    bound, count = _key(search.floor), 0
+    wanted = end - at if search.wanted is None else min(search.wanted, end - at)
+    most = min(end - at, wanted + max(wanted // 2, (end - at) // 1024)) + 128
+    room = min(most, 1024 + 3 * wanted // (2 * len(cuts)))
+    positions, values = scratch.take(part, room, np.int32 if d < 2**31 else np.int64)
     while True:
         at, count = loop(at, end, bound, positions, values, count)
         if at == end:
+            scratch.put(part, positions, values)
             return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
-        if room < most:
-            room = min(most, 2 * room)
+        if positions.size < most:
+            room = min(most, 2 * positions.size)
             positions, values = _grown(positions, count, room), _grown(values, count, room)
         else:
             threshold, ties = _rth([values[:count]], wanted, int(bound))
@@ -312,27 +317,57 @@ def _grown(array: Any, count: int, room: int) -> Any:
 
 
 def _rth(parts: list[Any], r: int, low: int) -> tuple[int, int]:
-    """Return the r-th largest key of all parts, none below `low`, and how many of its ties belong to the r."""
+    """Return the r-th largest key, none being below `low`, and how many of its ties belong to the r."""
     from rtopk import loops
 
-    # A good floor has the r-th key within a factor of two above it; bins of 2 ** 20 cover all keys.
-    for shift, start in ((12, low), (20, 0)):
-        counts = np.zeros((len(parts), loops.BINS), np.int64)
-        together(
-            [
-                partial(loops.histogram, part, start, shift, row)
-                for part, row in zip(parts, counts, strict=True)
-            ]
-        )
-        above = counts.sum(0)[::-1].cumsum()  # above[i]: keys in the last i + 1 bins
+    total = sum(part.size for part in parts)
+    step = -(-total // SAMPLE)
+    sample = np.concatenate([part[::step].view(np.int32) for part in parts]) & 0x7FFFFFFF
+    sample.sort()  # ascending
+    # The r-th of all is most likely near the same place of the sample: look only at keys between two others.
+    expected, spread = (total - r) / step, math.ceil(2.0 * math.sqrt(sample.size) + 2.0)
+    below, above = math.floor(expected) - spread, math.ceil(expected) + spread
+    least = int(sample[below]) if step > 1 and below >= 0 else low
+    most = int(sample[above]) + 1 if step > 1 and above < sample.size else 0x7FFFFFFF
+    inside = [np.empty(part.size // (8 if step > 1 else 1) + loops.SPARE + 1, np.int32) for part in parts]
+    found = together(
+        [
+            partial(loops.window, part, np.int32(least), np.int32(most), out)
+            for part, out in zip(parts, inside, strict=True)
+        ]
+    )
+    over, held = sum(n for n, _ in found), sum(count for _, count in found)
+    if (
+        all(count < out.size for (_, count), out in zip(found, inside, strict=True))
+        and over < r <= over + held
+    ):
+        near = np.concatenate([out[:count] for out, (_, count) in zip(inside, found, strict=True)])
+    else:
+        near, over = _rth_bin(parts, r)
+    place = near.size - (r - over)
+    threshold = int(np.partition(near, place)[place])
+    return threshold, r - over - int((near > threshold).sum())
+
+
+def _rth_bin(parts: list[Any], r: int) -> tuple[Any, int]:
+    """Return the keys of the bin that holds the r-th largest, and how many keys lie above that bin."""
+    from rtopk import loops
+
+    low, shift, over = 0, 20, 0  # 2048 bins of 2 ** 20 hold every key
+    while True:
+        counts = np.zeros(loops.BINS, np.int64)
+        for part in parts:
+            loops.histogram(part, low, shift, counts)
+        above = over + counts[::-1].cumsum()  # above[i]: keys in the last i + 1 bins, and over them
         place = int(np.searchsorted(above, r))
-        if place or shift == 20:
+        over = int(above[place - 1]) if place else over
+        held = int(above[place]) - over
+        low += (loops.BINS - 1 - place) << shift
+        if shift == 0 or held < 65536:
             break
-    bin_low = start + ((loops.BINS - 1 - place) << shift)
-    over = int(above[place - 1]) if place else 0
-    inside = np.empty(int(above[place]) - over, np.int32)
+        shift = max(0, shift - 11)
+    near = np.empty(held, np.int32)
     count = 0
     for part in parts:
-        count += loops.keys_between(part, bin_low, bin_low + (1 << shift), inside[count:])
-    threshold = int(np.partition(inside, inside.size - (r - over))[inside.size - (r - over)])
-    return threshold, r - over - int((inside > threshold).sum())
+        count += loops.keys_between(part, low, low + (1 << shift), near[count:])
+    return near, over

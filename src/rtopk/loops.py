@@ -4,6 +4,8 @@ Each loop takes a range of the vector, so that threads can share one; none alloc
 and groups are explained in `simd`. Callers see to it that indices are in range: there is no check in here.
 """
 
+from typing import Any
+
 import numpy as np
 
 from rtopk.simd import (
@@ -20,13 +22,13 @@ from rtopk.simd import (
 )
 
 SPARE = GROUP + 4  # free places that a group may need: four entries are written at a time
-SCAN, ADD, MOMENTUM = 0, 1, 2
 BINS = 2048
 STREAMS = 1 << 20  # entries that the check reads as two streams
 
-Array = np.ndarray[tuple[int], np.dtype[np.generic]]
+Array = Any  # numba compiles for the dtypes that it meets
 _SIGNLESS = np.int32(SIGNLESS)
 _ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @compiled
@@ -48,15 +50,91 @@ def reaches(vector: Array, begin: int, end: int, bound: np.int32) -> bool:
             return True
         high_end = low
     keys = vector.view(np.int32)
-    return any(keys[i] & _SIGNLESS >= bound for i in range(begin, high_end))
+    reached = False
+    for i in range(begin, high_end):
+        reached |= keys[i] & _SIGNLESS >= bound
+    return reached
+
+
+@inlined
+def _write(found: Any, start: int, vector: Array, positions: Array, values: Array, count: int) -> int:
+    """Write down the entries of one group, four at a time: a wasted write costs less than a branch for each."""
+    after = count + ones(found)
+    while count < after:
+        for _ in range(4):
+            at = start + (lowest(found) & 63)
+            positions[count] = at
+            values[count] = vector[at]
+            found &= found - _ONE
+            count += 1
+    return after
+
+
+@inlined
+def _rest(
+    begin: int, end: int, bound: np.int32, vector: Array, positions: Array, values: Array, count: int
+) -> tuple[int, int]:
+    """Write down what reaches the bound in less than a group."""
+    keys = vector.view(np.int32)
+    for i in range(begin, end):
+        if keys[i] & _SIGNLESS >= bound:
+            positions[count] = i
+            values[count] = vector[i]
+            count += 1
+    return end, count
+
+
+# Three loops that differ in one line: with a choice inside, LLVM no longer keeps a group in registers. Each
+# starts at `begin` and stops at the end, or before a group that the room left in `positions` might not hold;
+# it returns where it stopped and the number of entries written down.
 
 
 @compiled
-def collect(
-    mode: int,
+def scan(
+    vector: Array, begin: int, end: int, bound: np.int32, positions: Array, values: Array, count: int
+) -> tuple[int, int]:
+    """Write down the entries that reach the bound."""
+    room = positions.size - SPARE
+    while begin + GROUP <= end and count <= room:
+        found = scan_group(vector, begin, bound)
+        if found:
+            count = _write(found, begin, vector, positions, values, count)
+        begin += GROUP
+    if begin + GROUP <= end or count > room:
+        return begin, count
+    return _rest(begin, end, bound, vector, positions, values, count)
+
+
+@compiled
+def add(
     residual: Array,
-    velocity: Array,
     gradient: Array,
+    begin: int,
+    end: int,
+    bound: np.int32,
+    positions: Array,
+    values: Array,
+    count: int,
+) -> tuple[int, int]:
+    """Add the gradient to the residual; write down the entries that reach the bound."""
+    room = positions.size - SPARE
+    while begin + GROUP <= end and count <= room:
+        found = add_group(residual, gradient, begin, bound)
+        if found:
+            count = _write(found, begin, residual, positions, values, count)
+        begin += GROUP
+    if begin + GROUP <= end or count > room:
+        return begin, count
+    for i in range(begin, end):
+        residual[i] += gradient[i]
+    return _rest(begin, end, bound, residual, positions, values, count)
+
+
+@compiled
+def move(
+    residual: Array,
+    gradient: Array,
+    velocity: Array,
     momentum: np.float32,
     scale: np.float32,
     begin: int,
@@ -66,55 +144,29 @@ def collect(
     values: Array,
     count: int,
 ) -> tuple[int, int]:
-    """Accumulate (or only scan) from `begin`, writing down the entries that reach the bound.
-
-    Stop at the end, or before a group that the room left in `positions` might not hold. Return where it
-    stopped and the number of entries written down.
-    """
+    """Move the velocity, add it to the residual; write down the entries that reach the bound."""
     room = positions.size - SPARE
-    i = begin
-    while i + GROUP <= end and count <= room:
-        if mode == ADD:
-            found = add_group(residual, gradient, i, bound)
-        elif mode == MOMENTUM:
-            found = momentum_group(residual, velocity, gradient, momentum, scale, i, bound)
-        else:
-            found = scan_group(residual, i, bound)
+    while begin + GROUP <= end and count <= room:
+        found = momentum_group(residual, velocity, gradient, momentum, scale, begin, bound)
         if found:
-            after = count + ones(found)
-            while count < after:  # four at a time: a branch for each entry costs more than a wasted write
-                for _ in range(4):
-                    at = i + (lowest(found) & 63)
-                    positions[count] = at
-                    values[count] = residual[at]
-                    found &= found - _ONE
-                    count += 1
-            count = after
-        i += GROUP
-    if i + GROUP <= end or i == end or count > room:
-        return i, count
-    for j in range(i, end):  # less than a group
-        if mode == MOMENTUM:
-            velocity[j] = velocity[j] * momentum + gradient[j] * scale
-            residual[j] += velocity[j]
-        elif mode == ADD:
-            residual[j] += gradient[j]
-        if np.float32(residual[j]).view(np.int32) & _SIGNLESS >= bound:
-            positions[count] = j
-            values[count] = residual[j]
-            count += 1
-    return end, count
+            count = _write(found, begin, residual, positions, values, count)
+        begin += GROUP
+    if begin + GROUP <= end or count > room:
+        return begin, count
+    for i in range(begin, end):
+        velocity[i] = velocity[i] * momentum + gradient[i] * scale
+        residual[i] += velocity[i]
+    return _rest(begin, end, bound, residual, positions, values, count)
 
 
 @compiled
 def histogram(values: Array, low: int, shift: int, counts: Array) -> None:
-    """Count keys from `low` on in bins of 2 ** shift; the last bin takes all that lie above."""
+    """Count keys from `low` on in bins of 2 ** shift."""
     keys = values.view(np.int32)
-    last = counts.size - 1
     for i in range(keys.size):
-        key = np.int64(keys[i] & _SIGNLESS) - low
-        if key >= 0:
-            counts[min(key >> shift, last)] += 1
+        place = (np.int64(keys[i] & _SIGNLESS) - low) >> shift
+        if 0 <= place < counts.size:
+            counts[place] += 1
 
 
 @compiled
@@ -150,6 +202,55 @@ def keep(positions: Array, values: Array, threshold: int, ties: int) -> int:
 
 
 @compiled
+def window(values: Array, low: np.int32, high_end: np.int32, out: Array) -> tuple[int, int]:
+    """Count the keys from `high_end` on and write down those in [low, high_end), up to the room in `out`."""
+    keys = values.view(np.int32)
+    above = count = i = 0
+    while i + GROUP <= keys.size and count <= out.size - SPARE:
+        over = scan_group(values, i, high_end)
+        above += ones(over)
+        found = scan_group(values, i, low) & ~over
+        after = count + ones(found)
+        while count < after:
+            for _ in range(4):
+                out[count] = keys[i + (lowest(found) & 63)] & _SIGNLESS
+                found &= found - _ONE
+                count += 1
+        count = after
+        i += GROUP
+    if i + GROUP <= keys.size or count > out.size - SPARE:
+        return above, out.size  # no room
+    for j in range(i, keys.size):
+        key = keys[j] & _SIGNLESS
+        if key >= high_end:
+            above += 1
+        elif key >= low:
+            out[count] = key
+            count += 1
+    return above, count
+
+
+@compiled
+def tally(values: Array, threshold: int) -> tuple[int, int]:
+    """Count the keys above the threshold and those at it."""
+    keys = values.view(np.int32)
+    above = tied = 0
+    for i in range(keys.size):
+        above += (keys[i] & _SIGNLESS) > threshold
+        tied += (keys[i] & _SIGNLESS) == threshold
+    return above, tied
+
+
+@compiled
+def ones_before(words: Array, end: int) -> int:
+    """Count the set bits among the first `end`."""
+    count = 0
+    for i in range(end >> 6):
+        count += ones(words[i])
+    return count + ones(words[end >> 6] & ((_ONE << np.uint64(end & 63)) - _ONE))
+
+
+@compiled
 def pick(
     positions: Array,
     values: Array,
@@ -160,30 +261,54 @@ def pick(
     out_positions: Array,
     out_values: Array,
     count: int,
-) -> tuple[int, int, int]:
+) -> None:
     """Rank the entries above the threshold and the first `ties` at it; write down those whose bit is set.
 
-    There are no branches, so `out` needs one place more than is picked. Return rank, ties and count.
+    Go by groups of 64: take as many bits from `words` as the group has ranks, and move them apart where an
+    entry has no rank. Ranks begin at `rank`, places in `out` at `count`.
     """
     keys = values.view(np.int32)
-    for i in range(keys.size):
-        key = np.int64(keys[i] & _SIGNLESS)
-        tied = np.int64(key == threshold) & np.int64(ties > 0)
-        inside = np.int64(key > threshold) | tied
-        ties -= tied
-        bit = inside & np.int64((words[rank >> 6] >> np.uint64(rank & 63)) & _ONE)
-        out_positions[count] = positions[i]
-        out_values[count] = values[i]
-        count += bit
-        rank += inside
-    return rank, ties, count
+    for start in range(0, keys.size, GROUP):
+        if start + GROUP <= keys.size:
+            inside = scan_group(values, start, np.int32(threshold + 1))
+            tied = scan_group(values, start, np.int32(threshold)) & ~inside
+        else:
+            inside = tied = np.uint64(0)
+            for j in range(keys.size - start):
+                key = keys[start + j] & _SIGNLESS
+                inside |= np.uint64(key > threshold) << np.uint64(j)
+                tied |= np.uint64(key == threshold) << np.uint64(j)
+        while tied and ties > 0:
+            inside |= tied & (~tied + _ONE)
+            tied &= tied - _ONE
+            ties -= 1
+        ranks = ones(inside)
+        if ranks == 0:
+            continue
+        at, shift = rank >> 6, np.uint64(rank & 63)
+        drawn = words[at] >> shift
+        if shift:
+            drawn |= words[at + 1] << (np.uint64(64) - shift)
+        drawn &= _ALL >> np.uint64(64 - ranks)
+        rank += ranks
+        without = ~inside
+        while without:
+            below = (without & (~without + _ONE)) - _ONE
+            drawn = (drawn & below) | ((drawn & ~below) << _ONE)
+            without &= without - _ONE
+        while drawn:
+            chosen = np.uint64(start + lowest(drawn))
+            out_positions[count] = positions[chosen]
+            out_values[count] = values[chosen]
+            drawn &= drawn - _ONE
+            count += 1
 
 
 @compiled
 def take_out(residual: Array, indices: Array, values: Array, begin: int, end: int) -> None:
     """Subtract the values at the indices."""
     for i in range(begin, end):
-        residual[indices[i]] -= values[i]
+        residual[np.uint64(indices[i])] -= values[i]
 
 
 @inlined

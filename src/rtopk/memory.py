@@ -39,7 +39,7 @@ class Memory(Protocol):
         """Take in a gradient, return the vector to send from: finite, valid until the next call, read only.
 
         With a floor, return also the entries of that magnitude or more: of the first `size` if given, and if
-        `wanted` is given, maybe only the `wanted` largest of them.
+        `wanted` is given, maybe only the `wanted` largest of them. They too are valid until the next call.
         """
 
     def subtract(self, sent: SparseVector) -> None:
@@ -91,6 +91,7 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.residual: Tensor | None = None  # (d,), at least fp32; made by the first gradient
         self._headroom = _Headroom()
+        self._scratch = kernels.Scratch()
 
     @overload
     def add(self, gradient: Tensor) -> Tensor: ...
@@ -111,7 +112,7 @@ class ErrorFeedback:
         search = _search(floor, wanted, size)
         if not self._headroom.suffices(gradient, residual):
             require_finite(residual + gradient, "residual + gradient")
-        candidates = kernels.accumulate_(residual, gradient, search)
+        candidates = kernels.accumulate_(residual, gradient, search, scratch=self._scratch)
         self._headroom.spend(residual)
         self.residual = residual
         return residual if candidates is None else (residual, candidates)
@@ -159,6 +160,7 @@ class MomentumCorrection:
         self.velocity: Tensor | None = None  # (d,), DGC's u
         self.residual: Tensor | None = None  # (d,), DGC's v
         self._headroom = _Headroom()
+        self._scratch = kernels.Scratch()
 
     @overload
     def add(self, gradient: Tensor) -> Tensor: ...
@@ -184,7 +186,9 @@ class MomentumCorrection:
             moved = residual.clone()
             kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)
             require_finite(moved, "residual + velocity")
-        candidates = kernels.accumulate_(residual, gradient, search, velocity, self.momentum, scale)
+        candidates = kernels.accumulate_(
+            residual, gradient, search, velocity, self.momentum, scale, self._scratch
+        )
         self._headroom.spend(residual, velocity)
         self.residual, self.velocity = residual, velocity
         return residual if candidates is None else (residual, candidates)

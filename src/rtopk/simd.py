@@ -162,5 +162,10 @@ def _high(typing: Any, x: Any, y: Any) -> Any:
     return types.uint64(types.uint64, types.uint64), emit
 
 
-scan_group, add_group, momentum_group = intrinsic(_scan), intrinsic(_add), intrinsic(_momentum)
-lowest, ones, high = intrinsic(_lowest), intrinsic(_ones), intrinsic(_high)
+# Any: numba's annotations do not say that the typing context is left out of a call.
+scan_group: Any = intrinsic(_scan)
+add_group: Any = intrinsic(_add)
+momentum_group: Any = intrinsic(_momentum)
+lowest: Any = intrinsic(_lowest)
+ones: Any = intrinsic(_ones)
+high: Any = intrinsic(_high)

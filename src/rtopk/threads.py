@@ -34,9 +34,9 @@ def together(tasks: Sequence[Callable[[], R]]) -> list[R]:
     return [first, *rest]
 
 
-def ranges(size: int, multiple: int) -> list[tuple[int, int]]:
-    """Cut `size` entries into one range for each thread, at multiples of `multiple`."""
-    count = 1 if size < INLINE else max(1, min(torch.get_num_threads(), MOST))
+def ranges(size: int, multiple: int, inline: int = INLINE) -> list[tuple[int, int]]:
+    """Cut `size` entries into one range for each thread, at multiples of `multiple`; below `inline` into one."""
+    count = 1 if size < inline else max(1, min(torch.get_num_threads(), MOST))
     cuts = [size * i // count // multiple * multiple for i in range(count)] + [size]
     return list(itertools.pairwise(cuts))
 

@@ -1,8 +1,8 @@
 """The plain-torch twin of the compiled loops, for every other device and dtype.
 
 The same streaming search in blocks: entries that reach a bound are written down; when there are more than
-enough, only the largest are kept and the bound rises. No sort and no topk ever sees more than a block or a few
-times r entries, and the result is the same set, entry for entry.
+enough, only the largest are kept and the bound rises. No sort and no topk ever sees more than a block and
+twice r entries, and the result is the same set, entry for entry.
 """
 
 import torch

@@ -158,7 +158,9 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Itera
                 for threads in plan.threads:
                     torch.set_num_threads(threads)
                     for density in plan.densities:
-                        say(f"{gradients.source}, d = {gradients.size:,}, density {density:g}, {threads} threads")
+                        say(
+                            f"{gradients.source}, d = {gradients.size:,}, density {density:g}, {threads} threads"
+                        )
                         rows += compare(gradients, kind, density, threads, plan)
                 yield gradients.source, rows
     finally:
@@ -190,7 +192,15 @@ def compare(gradients: Gradients, kind: str, density: float, threads: int, plan:
                 seconds[name].append(taken)
                 ratios[name].append(taken / once["floor"])
     return [
-        Row(d, density, threads, kind, name, 1e3 * statistics.median(seconds[name]), statistics.median(ratios[name]))
+        Row(
+            d,
+            density,
+            threads,
+            kind,
+            name,
+            1e3 * statistics.median(seconds[name]),
+            statistics.median(ratios[name]),
+        )
         for name in methods
     ]
 
@@ -223,7 +233,9 @@ def bars(rows: list[Row]) -> list[Bar]:
             same = (larger.density, larger.threads, larger.data, larger.method)
             if larger.d > 3 * row.d and same == (row.density, row.threads, row.data, row.method):
                 growth = (larger.ms / larger.d) / (row.ms / row.d)
-                found.append(Bar(f"time per entry at {larger.d / 1e6:.0f} M: {where}", growth, 1.3, growth <= 1.3))
+                found.append(
+                    Bar(f"time per entry at {larger.d / 1e6:.0f} M: {where}", growth, 1.3, growth <= 1.3)
+                )
     return found
 
 

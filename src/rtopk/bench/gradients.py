@@ -50,7 +50,9 @@ def real(d: int, count: int, data_dir: Path | None = None, seed: int = 0) -> Gra
         if d > 30_000_000:
             text, tokens = _tokens(data_dir)
             model: nn.Module = LanguageModel(WORDS, tied=False)
-            return Gradients(f"LSTM on {text}", _train(model, _language_batches(tokens), _language_loss, count))
+            return Gradients(
+                f"LSTM on {text}", _train(model, _language_batches(tokens), _language_loss, count)
+            )
         width = max(1, round(64 * (d / 11_173_962) ** 0.5))
         name, images, labels = _images(data_dir)
         model = ResNet(width=width)
