@@ -141,7 +141,7 @@ def accumulate_(
 
     arrays = [_array(vector) for vector in moved]
     if velocity is None:
-        loop = partial(loops.add, *arrays)
+        loop: Callable[..., Any] = partial(loops.add, *arrays)
     else:
         loop = partial(loops.move, *arrays, np.float32(momentum), np.float32(scale))
     return _collect(loop, residual.numel(), search, Scratch() if scratch is None else scratch)
@@ -294,7 +294,7 @@ def _part(
     bound, count = _key(search.floor), 0
     wanted = end - at if search.wanted is None else min(search.wanted, end - at)
     most = min(end - at, wanted + max(wanted // 2, (end - at) // 1024)) + 128
-    room = min(most, 1024 + 3 * wanted // (2 * len(cuts)))
+    room = min(most, 1024 + 5 * wanted // (4 * len(cuts)))
     positions, values = scratch.take(part, room, np.int32 if d < 2**31 else np.int64)
     while True:
         at, count = loop(at, end, bound, positions, values, count)
@@ -302,7 +302,7 @@ def _part(
             scratch.put(part, positions, values)
             return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
         if positions.size < most:
-            room = min(most, 2 * positions.size)
+            room = min(most, 128 + 5 * positions.size // 4)
             positions, values = _grown(positions, count, room), _grown(values, count, room)
         else:
             threshold, ties = _rth([values[:count]], wanted, int(bound))

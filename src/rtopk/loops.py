@@ -59,7 +59,7 @@ def reaches(vector: Array, begin: int, end: int, bound: np.int32) -> bool:
 @inlined
 def _write(found: Any, start: int, vector: Array, positions: Array, values: Array, count: int) -> int:
     """Write down the entries of one group, four at a time: a wasted write costs less than a branch for each."""
-    after = count + ones(found)
+    after: int = count + ones(found)
     while count < after:
         for _ in range(4):
             at = start + (lowest(found) & 63)
@@ -247,7 +247,8 @@ def ones_before(words: Array, end: int) -> int:
     count = 0
     for i in range(end >> 6):
         count += ones(words[i])
-    return count + ones(words[end >> 6] & ((_ONE << np.uint64(end & 63)) - _ONE))
+    count += ones(words[end >> 6] & ((_ONE << np.uint64(end & 63)) - _ONE))
+    return count
 
 
 @compiled
@@ -333,7 +334,7 @@ def draw_words(words: Array, r: int, k: int, seed: int) -> None:
         state, number = _below(state, size, reject)
         bit = _ONE << (number & np.uint64(63))
         word = words[number >> np.uint64(6)]
-        k -= np.int64((word & bit) == np.uint64(0))
+        k -= (word & bit) == np.uint64(0)
         words[number >> np.uint64(6)] = word | bit
 
 

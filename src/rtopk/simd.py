@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -33,17 +33,17 @@ _INTS = ir.VectorType(_INT, GROUP)
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a loop at its first call, without the interpreter lock."""
-    loop = numba.njit(nogil=True, cache=True)(function)
+    loop = cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function))
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if loop.nopython_signatures:
-            return cast(R, loop(*args, **kwargs))
+        if loop.nopython_signatures:  # type: ignore[attr-defined]
+            return loop(*args, **kwargs)
         note = threading.Timer(1.0, _announce, [function.__name__])
         note.daemon = True
         note.start()
         try:
-            return cast(R, loop(*args, **kwargs))
+            return loop(*args, **kwargs)
         finally:
             note.cancel()
 
@@ -63,7 +63,7 @@ def _announce(name: str) -> None:
 
 
 def _at(ctx: Any, b: Any, array: Any, value: Any, index: Any, kind: Any) -> Any:
-    data = cgutils.create_struct_proxy(array)(ctx, b, value).data
+    data = cgutils.create_struct_proxy(array)(ctx, b, value).data  # type: ignore[no-untyped-call]
     return b.bitcast(b.gep(data, [index]), kind.as_pointer())
 
 

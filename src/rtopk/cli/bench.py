@@ -36,11 +36,12 @@ def compress(
     plan = replace(plan, threads=tuple(threads) or plan.threads, sizes=tuple(d) or plan.sizes)
     with Console(stderr=True).status("") as status:
         measured = list(bench.measure(plan, status.update))
-        rows = [row for _, part in measured for row in part]
-        extras = None if as_json else report.measure_extras(quick)
-    if as_json:
-        print(json.dumps(bench.as_json(rows)))
-    elif markdown:
+        if as_json:
+            print(json.dumps(bench.as_json([row for _, rows in measured for row in rows])))
+            return
+        status.update("memory, second scans")
+        extras = report.measure_extras(quick)
+    if markdown:
         print(report.markdown(measured, extras))
     else:
         report.show(measured, extras)
