@@ -143,7 +143,8 @@ def accumulate_(
     if velocity is None:
         loop: Callable[..., Any] = partial(loops.add, *arrays)
     else:
-        loop = partial(loops.move, *arrays, np.float32(momentum), np.float32(scale))
+        numbers = np.float32(momentum), np.float32(scale)
+        loop = partial(loops.move, arrays[0], arrays[1], arrays[2], *numbers)
     return _collect(loop, residual.numel(), search, Scratch() if scratch is None else scratch)
 
 
@@ -321,14 +322,14 @@ def _rth(parts: list[Any], r: int, low: int) -> tuple[int, int]:
     from rtopk import loops
 
     total = sum(part.size for part in parts)
-    step = -(-total // SAMPLE)
+    step = -(-total // 2048)
     sample = np.concatenate([part[::step].view(np.int32) for part in parts]) & 0x7FFFFFFF
-    sample.sort()  # ascending
     # The r-th of all is most likely near the same place of the sample: look only at keys between two others.
     expected, spread = (total - r) / step, math.ceil(2.0 * math.sqrt(sample.size) + 2.0)
-    below, above = math.floor(expected) - spread, math.ceil(expected) + spread
-    least = int(sample[below]) if step > 1 and below >= 0 else low
-    most = int(sample[above]) + 1 if step > 1 and above < sample.size else 0x7FFFFFFF
+    places = max(0, math.floor(expected) - spread), min(sample.size - 1, math.ceil(expected) + spread)
+    sample.partition(places)
+    least = int(sample[places[0]]) if step > 1 and places[0] > 0 else low
+    most = int(sample[places[1]]) + 1 if step > 1 and places[1] < sample.size - 1 else 0x7FFFFFFF
     inside = [np.empty(part.size // (8 if step > 1 else 1) + loops.SPARE + 1, np.int32) for part in parts]
     found = together(
         [

@@ -18,6 +18,7 @@ from rtopk.simd import (
     lowest,
     momentum_group,
     ones,
+    peak_group,
     scan_group,
 )
 
@@ -45,7 +46,7 @@ def reaches(vector: Array, begin: int, end: int, bound: np.int32) -> bool:
         low = high_end - 2 * half
         found = np.uint64(0)
         for i in range(low, low + half, GROUP):
-            found |= scan_group(vector, i, bound) | scan_group(vector, i + half, bound)
+            found |= peak_group(vector, i, bound) | peak_group(vector, i + half, bound)
         if found:
             return True
         high_end = low
@@ -244,7 +245,7 @@ def tally(values: Array, threshold: int) -> tuple[int, int]:
 @compiled
 def ones_before(words: Array, end: int) -> int:
     """Count the set bits among the first `end`."""
-    count = 0
+    count: int = 0
     for i in range(end >> 6):
         count += ones(words[i])
     count += ones(words[end >> 6] & ((_ONE << np.uint64(end & 63)) - _ONE))

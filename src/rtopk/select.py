@@ -19,10 +19,11 @@ from rtopk.sparse import SparseVector
 FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r / k
 
 # How the guess at the next r-th magnitude follows the last ones, in logarithms; see docs/performance.md.
-AT_FIRST = 0.08  # how far below the last one to guess
+AT_FIRST = 0.08  # how far below what the trend predicts to guess
 LEAST, MOST = 0.01, 0.5
 FORGET = 0.98
 SAFETY = 2.0
+TREND = 0.2
 
 
 def top_k(vector: Tensor, k: int) -> Tensor:
@@ -162,7 +163,8 @@ class Tracker:
         self.steps = 0
         self.second_scans = 0  # steps in which the candidates did not suffice, the first step among them
         self._last: tuple[float, int] | None = None  # the r-th magnitude of the last step, and its r
-        self._margin = AT_FIRST  # how far its logarithm may fall in a step
+        self._trend = 0.0  # how its logarithm has grown in a step, of late
+        self._margin = AT_FIRST  # how far it may fall short of that
 
     def search(self, k: int, d: int) -> Search | None:
         """Return what the memory shall look for among the first d entries; None before there is a guess."""
@@ -171,7 +173,7 @@ class Tracker:
             return None
         magnitude, at = self._last
         # Between two densities, take the tail of a power law: half the magnitude for twice the entries.
-        return Search(magnitude * math.exp(-self._margin) * min(1.0, at / r), r, d)
+        return Search(magnitude * math.exp(self._trend - self._margin) * min(1.0, at / r), r, d)
 
     def select(
         self, vector: Tensor, k: int, rng: torch.Generator, candidates: Candidates | None = None
@@ -194,10 +196,11 @@ class Tracker:
         return None if rule is None else int(rule(k, d))
 
     def _learn(self, magnitude: float, r: int) -> None:
-        """Remember the magnitude; the largest fall of late, slowly forgotten, says how low to guess next."""
+        """Remember the magnitude; the worst shortfall of late, slowly forgotten, says how low to guess next."""
         if self._last is not None and self._last[1] == r and min(magnitude, self._last[0]) > 0.0:
-            fall = math.log(self._last[0] / magnitude)
-            self._margin = min(MOST, max(LEAST, self._margin * FORGET, SAFETY * fall))
+            grown = min(MOST, max(-MOST, math.log(magnitude / self._last[0])))
+            self._margin = min(MOST, max(LEAST, self._margin * FORGET, SAFETY * (self._trend - grown)))
+            self._trend += TREND * (grown - self._trend)
         self._last = (magnitude, r)
 
 

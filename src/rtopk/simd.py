@@ -34,18 +34,22 @@ _INTS = ir.VectorType(_INT, GROUP)
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a loop at its first call, without the interpreter lock."""
     loop = cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function))
+    ready = False
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if loop.nopython_signatures:  # type: ignore[attr-defined]
+        nonlocal ready
+        if ready:
             return loop(*args, **kwargs)
-        note = threading.Timer(1.0, _announce, [function.__name__])
+        note = threading.Timer(1.0, _announce)
         note.daemon = True
         note.start()
         try:
-            return loop(*args, **kwargs)
+            result = loop(*args, **kwargs)
         finally:
             note.cancel()
+        ready = True
+        return result
 
     return call
 
@@ -55,8 +59,11 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], numba.njit(nogil=True, inline="always")(function))
 
 
-def _announce(name: str) -> None:
-    logging.getLogger("rtopk").warning("rtopk compiles its loop %r, once: numba keeps it on disk", name)
+@functools.cache  # say it once
+def _announce() -> None:
+    logging.getLogger("rtopk").warning(
+        "rtopk compiles its loops, which takes some seconds; numba keeps them on disk for the next time"
+    )
 
 
 # The few operations that numba cannot express: 64 entries at once, and bits of a word.
@@ -70,7 +77,7 @@ def _at(ctx: Any, b: Any, array: Any, value: Any, index: Any, kind: Any) -> Any:
 def _splat(b: Any, vector: Any, scalar: Any) -> Any:
     undefined = ir.Constant(vector, ir.Undefined)
     lane = b.insert_element(undefined, scalar, ir.Constant(_INT, 0))
-    return b.shuffle_vector(lane, undefined, ir.Constant(_INTS, [0] * GROUP))
+    return b.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(_INT, vector.count), None))
 
 
 def _reach(b: Any, floats: Any, bound: Any) -> Any:
@@ -83,6 +90,23 @@ def _scan(typing: Any, vector: Any, start: Any, bound: Any) -> Any:
 
     def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
         return _reach(b, b.load(_at(ctx, b, vector, args[0], args[1], _FLOATS), align=4), args[2])
+
+    return types.uint64(vector, types.intp, types.int32), emit
+
+
+def _peak(typing: Any, vector: Any, start: Any, bound: Any) -> Any:
+    """Return other than zero if one of the 64 entries from `start` reaches the bound: fewer operations."""
+
+    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        words = b.load(_at(ctx, b, vector, args[0], args[1], _INTS), align=4)
+        keys, lanes = b.and_(words, ir.Constant(_INTS, [SIGNLESS] * GROUP)), GROUP
+        while lanes > 8:
+            undefined, half = ir.Constant(keys.type, ir.Undefined), ir.VectorType(_INT, lanes // 2)
+            low = b.shuffle_vector(keys, undefined, ir.Constant(half, list(range(lanes // 2))))
+            high = b.shuffle_vector(keys, undefined, ir.Constant(half, list(range(lanes // 2, lanes))))
+            keys, lanes = b.select(b.icmp_signed(">", low, high), low, high), lanes // 2
+        reached = b.icmp_signed(">=", keys, _splat(b, keys.type, args[2]))
+        return b.zext(b.bitcast(reached, ir.IntType(lanes)), ir.IntType(64))
 
     return types.uint64(vector, types.intp, types.int32), emit
 
@@ -164,6 +188,7 @@ def _high(typing: Any, x: Any, y: Any) -> Any:
 
 # Any: numba's annotations do not say that the typing context is left out of a call.
 scan_group: Any = intrinsic(_scan)
+peak_group: Any = intrinsic(_peak)
 add_group: Any = intrinsic(_add)
 momentum_group: Any = intrinsic(_momentum)
 lowest: Any = intrinsic(_lowest)
