@@ -188,17 +188,13 @@ def keep(positions: Array, values: Array, threshold: int, ties: int) -> int:
     """Move the entries above the threshold, and the first `ties` at it, to the front; return their number."""
     keys = values.view(np.int32)
     count = 0
-    for i in range(keys.size):
+    for i in range(keys.size):  # without branches: which entries stay cannot be predicted
         key = keys[i] & _SIGNLESS
-        if key == threshold:
-            if ties == 0:
-                continue
-            ties -= 1
-        elif key < threshold:
-            continue
+        tied = int(key == threshold) & int(ties > 0)
+        ties -= tied
         positions[count] = positions[i]
         values[count] = values[i]
-        count += 1
+        count += int(key > threshold) | tied
     return count
 
 
