@@ -7,17 +7,18 @@ import pytest
 import torch
 
 import laws
-from rtopk import Codec, ErrorFeedback, MomentumCorrection, SparseVector, TopK, memory, select
+from rtopk import Codec, ErrorFeedback, MomentumCorrection, SparseVector, TopK, kernels, memory, select
 
 
-def with_replacement(r, k, rng):
-    """Draw positions that may repeat."""
-    return torch.randint(r, (k,), generator=rng).sort().values
+def with_replacement(words, k):
+    """Turn the drawn bits into positions that may repeat."""
+    positions = ORIGINAL_SET_BITS(words, k)
+    return positions[torch.arange(k) // 2]
 
 
-def one_too_many(vector, r, *args, **options):
+def one_too_many(vector, k, r, *rest):
     """Consider r + 1 entries."""
-    return ORIGINAL_LARGEST(vector, min(r + 1, vector.numel()), *args, **options)
+    return ORIGINAL_CHOOSE(vector, k, min(r + 1, vector.numel()), *rest)
 
 
 def zero_what_was_sent(self, sent):
@@ -30,15 +31,16 @@ def subtract_without_masking(self, sent):
     self.residual[sent.indices] -= sent.values
 
 
-ORIGINAL_LARGEST = select.largest
+ORIGINAL_SET_BITS = kernels.set_bits
+ORIGINAL_CHOOSE = select._choose
 
 MUTANTS = {
     "sampling with replacement": (
-        (select, "draw", with_replacement),
+        (kernels, "set_bits", with_replacement),
         laws.draws_without_replacement,
     ),
     "off-by-one r": (
-        (select, "largest", one_too_many),
+        (select, "_choose", one_too_many),
         laws.draws_without_replacement,
     ),
     "zeroing what was sent instead of subtracting what was decoded": (

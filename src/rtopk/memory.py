@@ -1,26 +1,46 @@
 """What a node keeps back from one round to the next: the paper's m, or DGC's velocity and accumulation.
 
-A memory serves one vector. `add(gradient)` returns what there is to send from; `subtract(sent)` takes out
-what the others have really received, so that whatever rounding or quantisation lost stays here. After every
-step: sent + residual = what came in.
+A memory serves one vector. `add(gradient)` returns what there is to send from; with a floor, it also returns
+the entries at or above it that it met on the way. `subtract(sent)` takes out what the others have really
+received, so that whatever rounding or quantisation lost stays here. After every step: sent + residual = what
+came in. A gradient that is refused changes nothing, to the bit.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
-from rtopk.kernels import require_finite
+from rtopk import kernels
+from rtopk.kernels import Candidates, Search, require_finite
 from rtopk.sparse import SparseVector
+
+Accumulated = Tensor | tuple[Tensor, Candidates]
 
 
 class Memory(Protocol):
     """Accumulate gradients and give up what was sent."""
 
-    def add(self, gradient: Tensor) -> Tensor:
-        """Take in a gradient, return the vector to send from: valid until the next call, read only."""
+    @overload
+    def add(self, gradient: Tensor) -> Tensor: ...
+    @overload
+    def add(
+        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
+    ) -> tuple[Tensor, Candidates]: ...
+    def add(
+        self,
+        gradient: Tensor,
+        floor: float | None = None,
+        wanted: int | None = None,
+        size: int | None = None,
+    ) -> Accumulated:
+        """Take in a gradient, return the vector to send from: finite, valid until the next call, read only.
+
+        With a floor, return also the entries of that magnitude or more: of the first `size` if given, and if
+        `wanted` is given, maybe only the `wanted` largest of them. They too are valid until the next call.
+        """
 
     def subtract(self, sent: SparseVector) -> None:
         """Take out what was sent."""
@@ -35,10 +55,23 @@ class Memory(Protocol):
 class NoMemory:
     """Forget what was not sent."""
 
-    def add(self, gradient: Tensor) -> Tensor:
+    @overload
+    def add(self, gradient: Tensor) -> Tensor: ...
+    @overload
+    def add(
+        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
+    ) -> tuple[Tensor, Candidates]: ...
+    def add(
+        self,
+        gradient: Tensor,
+        floor: float | None = None,
+        wanted: int | None = None,
+        size: int | None = None,
+    ) -> Accumulated:
         """Return the gradient as it is."""
         require_finite(gradient, "gradient")
-        return gradient
+        search = _search(floor, wanted, size)
+        return gradient if search is None else (gradient, kernels.scan(gradient, search))
 
     def subtract(self, sent: SparseVector) -> None:
         """Do nothing."""
@@ -57,18 +90,36 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None  # (d,), at least fp32; made by the first gradient
+        self._headroom = _Headroom()
+        self._scratch = kernels.Scratch()
 
-    def add(self, gradient: Tensor) -> Tensor:
+    @overload
+    def add(self, gradient: Tensor) -> Tensor: ...
+    @overload
+    def add(
+        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
+    ) -> tuple[Tensor, Candidates]: ...
+    def add(
+        self,
+        gradient: Tensor,
+        floor: float | None = None,
+        wanted: int | None = None,
+        size: int | None = None,
+    ) -> Accumulated:
         """Add the gradient to the residual and return the residual."""
-        _accept(gradient, self.residual)
-        if self.residual is None:
-            self.residual = _zeros(gradient)
-        self.residual.add_(gradient)
-        return self.residual
+        gradient = gradient.detach()
+        residual = _accept(gradient, self.residual)
+        search = _search(floor, wanted, size)
+        if not self._headroom.suffices(gradient, residual):
+            require_finite(residual + gradient, "residual + gradient")
+        candidates = kernels.accumulate_(residual, gradient, search, scratch=self._scratch)
+        self._headroom.spend(residual)
+        self.residual = residual
+        return residual if candidates is None else (residual, candidates)
 
     def subtract(self, sent: SparseVector) -> None:
         """Take what was sent out of the residual."""
-        _take_out(self.residual, sent)
+        self._headroom.spend(_take_out(self.residual, sent, self._headroom))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the residual; empty before the first step."""
@@ -108,15 +159,39 @@ class MomentumCorrection:
         self.masking = masking
         self.velocity: Tensor | None = None  # (d,), DGC's u
         self.residual: Tensor | None = None  # (d,), DGC's v
+        self._headroom = _Headroom()
+        self._scratch = kernels.Scratch()
 
-    def add(self, gradient: Tensor) -> Tensor:
+    @overload
+    def add(self, gradient: Tensor) -> Tensor: ...
+    @overload
+    def add(
+        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
+    ) -> tuple[Tensor, Candidates]: ...
+    def add(
+        self,
+        gradient: Tensor,
+        floor: float | None = None,
+        wanted: int | None = None,
+        size: int | None = None,
+    ) -> Accumulated:
         """Clip the gradient, add it to the velocity, the velocity to the residual; return the residual."""
-        _accept(gradient, self.residual)
-        if self.residual is None or self.velocity is None:
-            self.residual, self.velocity = _zeros(gradient), _zeros(gradient)
-        self.velocity.mul_(self.momentum).add_(gradient, alpha=self._clip_factor(gradient))
-        self.residual.add_(self.velocity)
-        return self.residual
+        gradient = gradient.detach()
+        residual = _accept(gradient, self.residual)
+        velocity = torch.zeros_like(residual) if self.velocity is None else self.velocity
+        search = _search(floor, wanted, size)
+        safe = self._headroom.suffices(gradient, residual, velocity)
+        scale = self._clip_factor(gradient)
+        if not safe:
+            moved = residual.clone()
+            kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)
+            require_finite(moved, "residual + velocity")
+        candidates = kernels.accumulate_(
+            residual, gradient, search, velocity, self.momentum, scale, self._scratch
+        )
+        self._headroom.spend(residual, velocity)
+        self.residual, self.velocity = residual, velocity
+        return residual if candidates is None else (residual, candidates)
 
     def _clip_factor(self, gradient: Tensor) -> float:
         if self.clip_norm is None:
@@ -127,9 +202,11 @@ class MomentumCorrection:
 
     def subtract(self, sent: SparseVector) -> None:
         """Take what was sent out of the residual, and its positions out of the velocity if masking."""
-        _take_out(self.residual, sent)
-        if self.masking and self.velocity is not None:
+        residual = _take_out(self.residual, sent, self._headroom)
+        assert self.velocity is not None  # made together with the residual
+        if self.masking:
             self.velocity[sent.indices] = 0.0
+        self._headroom.spend(residual, self.velocity)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of residual and velocity; empty before the first step."""
@@ -143,33 +220,85 @@ class MomentumCorrection:
         self.residual, self.velocity = loaded.get("residual"), loaded.get("velocity")
 
 
-def _zeros(gradient: Tensor) -> Tensor:
-    """Make the memory of a gradient: half precision is accumulated in fp32."""
-    return torch.zeros_like(
-        gradient,
-        dtype=torch.promote_types(gradient.dtype, torch.float32),
-        memory_format=torch.contiguous_format,
-    )
+class _Headroom:
+    """Prove that sums stay finite, mostly without looking at them.
+
+    If every entry of a gradient is below 2 ** 100, residual below 2 ** 120 and velocity below 2 ** 100, then
+    no sum of the next `STEPS` steps reaches 2 ** 127, where fp32 ends (with momentum below 1, the velocity
+    grows by a gradient a step and the residual by a velocity). Whatever else writes to them raises torch's
+    version counter, and they are looked at again.
+    """
+
+    STEPS = 1024
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._seen: tuple[tuple[int, int], ...] | None = None
+
+    def suffices(self, gradient: Tensor, residual: Tensor, velocity: Tensor | None = None) -> bool:
+        """Say whether the next sums are finite for sure; raise ValueError if the gradient is not."""
+        if kernels.reaches(gradient, 2.0**100):
+            require_finite(gradient, "gradient")
+            self.forget()
+            return False
+        if self._left <= 0 or self._seen is None or self._seen != _versions(residual, velocity):
+            low = not kernels.reaches(residual, 2.0**120)
+            low = low and (velocity is None or not kernels.reaches(velocity, 2.0**100))
+            self._left = self.STEPS if low else 0
+        return self._left > 0
+
+    def spend(self, residual: Tensor, velocity: Tensor | None = None) -> None:
+        """Note that we have changed them ourselves, by less than a gradient."""
+        self._left -= 1
+        self._seen = _versions(residual, velocity)
+
+    def forget(self) -> None:
+        """Look at them again before the next step."""
+        self._left = 0
 
 
-def _accept(gradient: Tensor, memory: Tensor | None) -> None:
+def _versions(*tensors: Tensor | None) -> tuple[tuple[int, int], ...] | None:
+    present = [t for t in tensors if t is not None]
+    if any(t.is_inference() for t in present):  # these do not count their changes
+        return None
+    return tuple((t.data_ptr(), t._version) for t in present)
+
+
+def _search(floor: float | None, wanted: int | None, size: int | None) -> Search | None:
+    if floor is None:
+        return None
+    if not floor >= 0.0:
+        raise ValueError(f"floor must be a magnitude of at least 0, got {floor}")
+    return Search(floor, wanted, size)
+
+
+def _accept(gradient: Tensor, memory: Tensor | None) -> Tensor:
+    """Return the memory, or a new one, if the gradient fits it. Half precision is accumulated in fp32."""
     if gradient.dim() != 1 or not gradient.is_floating_point():
         raise ValueError(
             f"gradient must be a 1-D floating-point tensor, got {gradient.dim()}-D {gradient.dtype}; "
             "flatten it first"
         )
-    if memory is not None and gradient.shape != memory.shape:
+    if memory is None:
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        return torch.zeros_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    if gradient.shape != memory.shape:
         raise ValueError(
             f"gradient must have the {memory.numel()} entries of the residual, got {gradient.numel()}"
         )
-    require_finite(gradient, "gradient")
+    return memory
 
 
-def _take_out(residual: Tensor | None, sent: SparseVector) -> None:
+def _take_out(residual: Tensor | None, sent: SparseVector, headroom: _Headroom) -> Tensor:
     if residual is None or sent.size != residual.numel():
         held = "nothing yet" if residual is None else f"{residual.numel()} entries"
         raise ValueError(f"cannot subtract a vector of size {sent.size}: the residual holds {held}")
-    residual[sent.indices] -= sent.values.to(residual.dtype)
+    if kernels.reaches(sent.values, 2.0**100):
+        require_finite(sent.values, "sent values")
+        require_finite(residual[sent.indices] - sent.values, "residual - sent values")
+        headroom.forget()
+    kernels.take_out_(residual, sent.indices, sent.values)
+    return residual
 
 
 def _fit(state: Mapping[str, Tensor], names: tuple[str, ...], current: Tensor | None) -> dict[str, Tensor]:

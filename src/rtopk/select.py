@@ -7,12 +7,23 @@ generator it is handed and never from torch's global one.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rtopk.kernels import largest, require_finite
+from rtopk import kernels
+from rtopk.kernels import Candidates, Search
+from rtopk.sparse import SparseVector
+
+FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r / k
+
+# How the guess at the next r-th magnitude follows the last ones, in logarithms; see docs/performance.md.
+AT_FIRST = 0.08  # how far below what the trend predicts to guess
+LEAST, MOST = 0.01, 0.5
+FORGET = 0.98
+SAFETY = 2.0
+TREND = 0.2
 
 
 def top_k(vector: Tensor, k: int) -> Tensor:
@@ -22,7 +33,7 @@ def top_k(vector: Tensor, k: int) -> Tensor:
     tensor([1, 2])
     """
     _check(vector, k, r=k)
-    return largest(vector, k)
+    return kernels.largest(vector, k)
 
 
 def random_k(vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
@@ -36,33 +47,42 @@ def rtop_k(vector: Tensor, k: int, r: int, rng: torch.Generator) -> Tensor:
     Positions are int64, ascending and unique. Ties at the r-th magnitude: the lower index wins.
     """
     _check(vector, k, r)
-    drawn = draw(r, k, rng).to(vector.device)
-    if r == vector.numel():
-        return drawn
-    return largest(vector, r)[drawn]
+    return _choose(vector, k, r, rng, None).positions
 
 
 def draw(r: int, k: int, rng: torch.Generator) -> Tensor:
     """Return a uniform k-subset of {0, ..., r-1}, ascending, on the generator's device.
 
-    Time and memory are O(k), also where r is the whole vector. Every step treats all positions alike, so
-    every k-subset has the same probability.
+    The generator gives one seed; the subset is the first k distinct numbers of that seed's stream (or, where
+    k is more than half of r, all but the first r - k). Every number is equally likely at every place of the
+    stream, so every k-subset has the same probability. Time and memory are O(k).
+
+    >>> draw(10, 3, torch.Generator().manual_seed(1)).numel()
+    3
     """
-    if 2 * k > r:  # draw what stays out instead
-        keep = torch.ones(r, dtype=torch.bool, device=rng.device)
-        if k < r:
-            keep[draw(r, r - k, rng)] = False
-        return keep.nonzero()[:, 0]
-    distinct = torch.empty(0, dtype=torch.int64, device=rng.device)
-    while distinct.numel() < k:
-        missing = k - distinct.numel()
-        more = torch.randint(r, (missing + missing // 2 + 8,), generator=rng, device=rng.device)
-        distinct = torch.unique(torch.cat([distinct, more]))
-    surplus = distinct.numel() - k
-    if surplus:  # leave out a uniform subset of what was drawn too many
-        order = torch.randperm(distinct.numel(), generator=rng, device=rng.device)
-        distinct = distinct[order[:k]].sort().values
-    return distinct
+    if r > FEW * k:
+        return kernels.draw_few(r, k, _seed(rng)).to(rng.device)
+    return kernels.set_bits(_draw_words(r, k, rng), k).to(rng.device)
+
+
+def _draw_words(r: int, k: int, rng: torch.Generator) -> Any:
+    return kernels.draw_words(r, k, _seed(rng))
+
+
+def _seed(rng: torch.Generator) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=rng, device=rng.device))
+
+
+def _choose(
+    vector: Tensor, k: int, r: int, rng: torch.Generator, candidates: Candidates | None
+) -> kernels.Picked:
+    """Draw k of the r largest; candidates that hold fewer than r are not used."""
+    if r == vector.numel():
+        positions = draw(r, k, rng).to(vector.device)
+        return kernels.Picked(positions, vector[positions], 0.0)
+    if candidates is None or len(candidates) < r:
+        candidates = kernels.search_largest(vector, r)
+    return kernels.pick(candidates, r, _draw_words(r, k, rng), k)
 
 
 class Selector(Protocol):
@@ -76,6 +96,10 @@ class Selector(Protocol):
 class TopK:
     """Send the k largest entries: rTop-k with r = k."""
 
+    def considered(self, k: int, d: int) -> int:
+        """Return r, the number of entries among which the k are drawn."""
+        return k
+
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return k ascending positions."""
         return top_k(vector, k)
@@ -84,6 +108,10 @@ class TopK:
 @dataclass(frozen=True)
 class RandomK:
     """Send k entries drawn from all: rTop-k with r = d."""
+
+    def considered(self, k: int, d: int) -> int:
+        """Return r, the number of entries among which the k are drawn."""
+        return d
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return k ascending positions."""
@@ -122,6 +150,60 @@ class RTopK:
         return rtop_k(vector, k, self.considered(k, vector.numel()), rng)
 
 
+class Tracker:
+    """Select from one vector, step after step, guessing how large its r-th entry will be.
+
+    The guess lets the memory find the candidates in its own pass. It decides how long a step takes and never
+    what is selected, so it is in no state. A selector that does not draw from the r largest (one without
+    `considered`) is asked as it is.
+    """
+
+    def __init__(self, selector: Selector) -> None:
+        self.selector = selector
+        self.steps = 0
+        self.second_scans = 0  # steps in which the candidates did not suffice, the first step among them
+        self._last: tuple[float, int] | None = None  # the r-th magnitude of the last step, and its r
+        self._trend = 0.0  # how its logarithm has grown in a step, of late
+        self._margin = AT_FIRST  # how far it may fall short of that
+
+    def search(self, k: int, d: int) -> Search | None:
+        """Return what the memory shall look for among the first d entries; None before there is a guess."""
+        r = self._considered(k, d)
+        if r is None or r == d or self._last is None:
+            return None
+        magnitude, at = self._last
+        # Between two densities, take the tail of a power law: half the magnitude for twice the entries.
+        return Search(magnitude * math.exp(self._trend - self._margin) * min(1.0, at / r), r, d)
+
+    def select(
+        self, vector: Tensor, k: int, rng: torch.Generator, candidates: Candidates | None = None
+    ) -> SparseVector:
+        """Return k entries of a finite vector, drawn by the selector's rule."""
+        r = self._considered(k, vector.numel())
+        if r is None:
+            return SparseVector.gather(vector, self.selector.select(vector, k, rng))
+        if not 1 <= k <= r <= vector.numel():
+            raise ValueError(f"need 1 <= k <= r <= d, got k={k}, r={r}, d={vector.numel()}")
+        picked = _choose(vector, k, r, rng, candidates)
+        if r < vector.numel():
+            self.steps += 1
+            self.second_scans += candidates is None or len(candidates) < r
+            self._learn(picked.magnitude, r)
+        return SparseVector(picked.positions, picked.values, vector.numel())
+
+    def _considered(self, k: int, d: int) -> int | None:
+        rule = getattr(self.selector, "considered", None)
+        return None if rule is None else int(rule(k, d))
+
+    def _learn(self, magnitude: float, r: int) -> None:
+        """Remember the magnitude; the worst shortfall of late, slowly forgotten, says how low to guess next."""
+        if self._last is not None and self._last[1] == r and min(magnitude, self._last[0]) > 0.0:
+            grown = min(MOST, max(-MOST, math.log(magnitude / self._last[0])))
+            self._margin = min(MOST, max(LEAST, self._margin * FORGET, SAFETY * (self._trend - grown)))
+            self._trend += TREND * (grown - self._trend)
+        self._last = (magnitude, r)
+
+
 def _check(vector: Tensor, k: int, r: int) -> None:
     if vector.dim() != 1 or not vector.is_floating_point():
         raise ValueError(
@@ -130,4 +212,4 @@ def _check(vector: Tensor, k: int, r: int) -> None:
         )
     if not 1 <= k <= r <= vector.numel():
         raise ValueError(f"need 1 <= k <= r <= d, got k={k}, r={r}, d={vector.numel()}")
-    require_finite(vector, "vector")
+    kernels.require_finite(vector, "vector")

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
+from rtopk.kernels import Candidates
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.seed import generator
-from rtopk.select import Selector
+from rtopk.select import Selector, Tracker
 from rtopk.sparse import SparseVector
 
 
@@ -44,6 +45,7 @@ class Sparsifier:
         layout: Layout | None = None,
     ) -> None:
         self.selector = selector
+        self.tracker = Tracker(selector)
         self.density = as_schedule(density)
         self.memory = ErrorFeedback() if memory is None else memory
         self.codec = Codec(fingerprint=layout.fingerprint if layout else 0) if codec is None else codec
@@ -56,21 +58,39 @@ class Sparsifier:
         if self.layout is not None and gradient.numel() != self.layout.size:
             raise ValueError(f"gradient must have {self.layout.size} entries, got {gradient.numel()}")
         rng = generator(self.seed, self.node, step)
-        density = self.density(step)
-        accumulated = self.memory.add(gradient)  # (d,)
-        chosen = SparseVector.gather(accumulated, self._choose(accumulated, density, rng))
+        dense_size = self.layout.dense_size if self.layout else 0
+        sparse_size = gradient.numel() - dense_size
+        k = max(1, round(self.density(step) * sparse_size))
+        search = self.tracker.search(k, sparse_size)
+        if search is None:
+            accumulated, candidates = self.memory.add(gradient), None  # (d,)
+        else:
+            accumulated, candidates = self.memory.add(gradient, *search)
+        chosen = self._choose(accumulated, sparse_size, k, rng, candidates)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
         return payload
 
-    def _choose(self, vector: Tensor, density: float, rng: torch.Generator) -> Tensor:
-        dense_size = self.layout.dense_size if self.layout else 0
-        sparse_size = vector.numel() - dense_size
+    def _choose(
+        self,
+        vector: Tensor,
+        sparse_size: int,
+        k: int,
+        rng: torch.Generator,
+        candidates: Candidates | None,
+    ) -> SparseVector:
+        """Select from the part that competes, and add the dense tail whole."""
+        if sparse_size == vector.numel():
+            return self.tracker.select(vector, k, rng, candidates)
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
-            return tail
-        k = max(1, round(density * sparse_size))
-        return torch.cat([self.selector.select(vector[:sparse_size], k, rng), tail])
+            return SparseVector.gather(vector, tail)
+        head = self.tracker.select(vector[:sparse_size], k, rng, candidates)
+        return SparseVector(
+            torch.cat([head.indices, tail]),
+            torch.cat([head.values, vector[sparse_size:]]),
+            vector.numel(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on: numbers and tensors only."""

@@ -11,7 +11,7 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
-from rtopk.cli.bench import app as bench
+from rtopk.cli import bench
 from rtopk.cli.demo import demo
 from rtopk.cli.train import train
 
@@ -42,9 +42,9 @@ def _options(
         os.environ["RTOPK_DEBUG"] = "1"
 
 
+app.add_typer(bench.app, name="bench")
 app.command()(demo)
 app.command()(train)
-app.add_typer(bench, name="bench")
 
 
 def main() -> None:

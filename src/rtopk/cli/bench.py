@@ -8,9 +8,38 @@ import typer
 app = typer.Typer(help="Measure the parts against their floors and rivals.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    """Keep commands of this group, also while there is only one."""
+@app.command()
+def compress(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    markdown: bool = typer.Option(False, "--markdown", help="Print the tables of docs/performance.md."),
+    quick: bool = typer.Option(False, "--quick", help="Only d = 11.2 M, in under 40 s."),
+    threads: list[int] = typer.Option([], "--threads", help="Threads; repeat for several."),
+    d: list[int] = typer.Option([], "--d", min=1000, help="Entries; repeat for several."),
+    data_dir: Path | None = typer.Option(
+        None, "--data-dir", envvar="RTOPK_DATA", help="CIFAR-10 and PTB; else digits, manual."
+    ),
+) -> None:
+    """Measure accumulate + select + subtract against adding the gradient alone."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from rtopk.bench import compress as bench
+    from rtopk.bench import compress_report as report
+
+    plan = replace(bench.QUICK if quick else bench.Plan(), data_dir=data_dir)
+    plan = replace(plan, threads=tuple(threads) or plan.threads, sizes=tuple(d) or plan.sizes)
+    with Console(stderr=True).status("") as status:
+        measured = list(bench.measure(plan, status.update))
+        if as_json:
+            print(json.dumps(bench.as_json([row for _, rows in measured for row in rows])))
+            return
+        status.update("memory, second scans")
+        extras = report.measure_extras(quick)
+    if markdown:
+        print(report.markdown(measured, extras))
+    else:
+        report.show(measured, extras)
 
 
 @app.command()

@@ -1,0 +1,319 @@
+"""The fused pass: exact for every vector, the same as its twin, and harmless in threads and forks."""
+
+import multiprocessing
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels
+from rtopk.bench.compress import Fused
+from rtopk.kernels import Search
+from rtopk.seed import generator
+from rtopk.select import Tracker, draw
+from rtopk.sparse import SparseVector
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def slow_largest(vector, r):
+    """The definition: sort by magnitude, then by index."""
+    magnitude = vector.abs().tolist()
+    return sorted(sorted(range(len(magnitude)), key=lambda i: (-magnitude[i], i))[:r])
+
+
+def without_loops(monkeypatch):
+    monkeypatch.setattr(kernels, "compilable", lambda *vectors: False)
+
+
+def heavy(d, seed, step=0):
+    rng = generator(seed, step)
+    return torch.randn(d, generator=rng).mul_(torch.randn(d, generator=rng).exp_())
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(floats | st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45]), min_size=1, max_size=300), st.data())
+def test_the_r_largest_are_those_of_the_definition(entries, data):
+    vector = torch.tensor(entries)
+    r = data.draw(st.integers(1, len(entries)))
+    expected = slow_largest(vector, r)
+    assert kernels.largest(vector, r).tolist() == expected
+    assert kernels.largest(vector.double(), r).tolist() == expected  # the twin
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 700), st.floats(0.0, 3.0), st.integers(0, 5), st.data())
+def test_candidates_are_all_entries_at_or_above_the_floor(d, floor, seed, data):
+    gradient, size = heavy(d, seed), data.draw(st.integers(0, d))
+    memory = ErrorFeedback()
+    memory.add(heavy(d, seed + 100))
+    vector, candidates = memory.add(gradient, floor, size=size)
+    assert torch.equal(vector, heavy(d, seed + 100) + gradient)
+    expected = (vector[:size].abs() >= torch.tensor(floor)).nonzero()[:, 0]
+    assert torch.equal(candidates.positions, expected)
+
+
+D, R = 20_000, 100
+HOSTILE = {
+    "all equal": torch.full((D,), -3.0),
+    "all zero": torch.zeros(D),
+    "one huge": torch.zeros(D).index_fill(0, torch.tensor([777]), 1e30),
+    "denormals": torch.randn(D, generator=generator(1)) * 1e-41,
+    "massive ties": torch.randn(D, generator=generator(2)).bfloat16().float().mul(4).round(),
+    "ascending": torch.arange(D, dtype=torch.float32),
+    "descending": torch.arange(D, 0, -1, dtype=torch.float32),
+    "clustered": torch.cat([torch.randn(D // 10, generator=generator(3)) * 1e6, torch.randn(D - D // 10)]),
+    "largest floats": torch.full((D,), 3.4e38),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_hostile_vectors_are_exact(name, dtype):
+    if name == "largest floats" and dtype == torch.bfloat16:
+        pytest.skip("rounds to Inf")
+    vector = HOSTILE[name].to(dtype)
+    expected = slow_largest(vector, R)
+    assert kernels.largest(vector, R).tolist() == expected
+    # A useless floor makes the pass raise its bound again and again, and finds the same.
+    found = kernels.scan(vector, Search(0.0, R))
+    picked = kernels.pick(found, R, kernels.every_bit(R), R)
+    assert picked.positions.tolist() == expected
+    assert torch.equal(picked.values, vector[picked.positions])
+    assert picked.magnitude == float(vector[expected].abs().min())
+
+
+def test_a_useless_floor_holds_little_more_than_r():
+    found = kernels.scan(torch.arange(2**18 - 1, dtype=torch.float32), Search(0.0, 1000))
+    assert 1000 <= len(found) <= 1500 + 128
+
+
+def test_many_equal_candidates_are_cut_exactly():
+    """So many ties at the r-th magnitude that the window overflows and the histogram decides."""
+    values = torch.randint(1, 4, (50_000,), generator=generator(4)).float()
+    for r in (1, 10_000, 33_333, 49_999):
+        assert kernels.largest(values, r).tolist() == slow_largest(values, r)
+
+
+MEMORIES = {
+    "error feedback": ErrorFeedback,
+    "momentum": MomentumCorrection,
+    "clipped momentum": lambda: MomentumCorrection(momentum=0.7, clip_norm=2.0, masking=False),
+    "none": NoMemory,
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("selector", [TopK(), RTopK(r_over_k=5), RTopK(r_over_k=100)], ids=repr)
+def test_fused_equals_twin_to_the_bit(memory, selector, monkeypatch):
+    """Over steps in which the scale jumps by 1e6 and the density changes, with a dense tail."""
+    d = 5_003
+    layout = Layout(("weight", "bias"), ((d - 37,), (37,)), dense_size=37)
+    density = lambda step: 0.02 if step < 6 else 0.005 * (step % 3 + 1)  # noqa: E731
+    fused = Sparsifier(selector, density, MEMORIES[memory](), layout=layout)
+    twin = Sparsifier(selector, density, MEMORIES[memory](), layout=layout)
+    for step in range(16):
+        gradient = heavy(d, 5, step) * (1e6 if step in (4, 9) else 1.0)
+        gradient[-5:] *= 1e3  # the tail is large, and does not compete
+        payload = fused.compress(gradient, step)
+        with monkeypatch.context() as patch:
+            without_loops(patch)
+            assert torch.equal(twin.compress(gradient, step), payload)
+        for name, tensor in twin.memory.state_dict().items():
+            assert torch.equal(fused.memory.state_dict()[name], tensor), (step, name)
+    assert 0 < fused.tracker.second_scans < fused.tracker.steps == 16
+
+
+def test_one_and_two_threads_give_the_same(two_threads):
+    d = 600_001
+    gradients = [heavy(d, 6, step) for step in range(4)]
+    gradients[2][: d // 3] *= 1e6  # nearly all candidates in the range of one thread
+    results = []
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        node = Sparsifier(RTopK(r_over_k=5), 0.01, MomentumCorrection())
+        payloads = [node.compress(gradient, step) for step, gradient in enumerate(gradients)]
+        results.append((payloads, node.memory.state_dict()))
+    for one, two in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(one, two)
+    for name in ("residual", "velocity"):
+        assert torch.equal(results[0][1][name], results[1][1][name])
+
+
+@pytest.mark.parametrize("memory", ["error feedback", "momentum", "clipped momentum"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", [0, 4_000, 5_002])
+def test_a_refused_gradient_changes_nothing(memory, bad, where):
+    kept = MEMORIES[memory]()
+    kept.add(heavy(5_003, 7))
+    before = kept.state_dict()
+    gradient = heavy(5_003, 8)
+    gradient[where] = bad
+    with pytest.raises(ValueError, match=f"got {bad} at index {where} of 5003"):
+        kept.add(gradient, 1.0, 50)
+    for name, tensor in kept.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("memory", ["error feedback", "momentum"])
+def test_a_sum_that_would_overflow_is_refused(memory):
+    kept = MEMORIES[memory]()
+    huge = torch.tensor([1.0, 3e38, 2.0])
+    kept.add(huge, 0.5)
+    before = kept.state_dict()
+    with pytest.raises(ValueError, match="at index 1 of 3"):
+        kept.add(huge, 0.5)
+    for name, tensor in kept.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    kept.add(torch.tensor([1.0, -3e38, 2.0]), 0.5)  # this sum is finite
+
+
+def test_a_residual_changed_from_outside_is_looked_at_again():
+    memory = ErrorFeedback()
+    memory.add(torch.ones(100), 0.5)
+    memory.residual.mul_(3e38)
+    before = memory.residual.clone()
+    with pytest.raises(ValueError, match="residual"):
+        memory.add(torch.full((100,), 1e38), 0.5)
+    assert torch.equal(memory.residual, before)
+
+
+def test_subtract_refuses_what_does_not_fit():
+    memory = ErrorFeedback()
+    memory.add(torch.ones(10))
+    for indices, values, error in (([3, 10], [1.0, 1.0], IndexError), ([3], [float("inf")], ValueError)):
+        with pytest.raises(error):
+            memory.subtract(SparseVector(torch.tensor(indices), torch.tensor(values), 10))
+        assert torch.equal(memory.residual, torch.ones(10))
+
+
+def test_the_guess_adapts_and_misses_rarely():
+    tracker, memory = Tracker(RTopK(r_over_k=5)), ErrorFeedback()
+    for step in range(60):
+        search = tracker.search(50, 50_000)
+        gradient = heavy(50_000, 9, step)
+        vector, met = (memory.add(gradient), None) if search is None else memory.add(gradient, *search)
+        memory.subtract(tracker.select(vector, 50, generator(step), met))
+    assert tracker.steps == 60
+    assert tracker.second_scans <= 2  # the first step, and one miss
+
+
+def test_selectors_stay_equal_and_share_nothing():
+    selector = RTopK(r_over_k=5)
+    nodes = [Sparsifier(selector, 0.01, node=node) for node in range(3)]
+    for step in range(3):
+        for node in nodes:
+            node.compress(heavy(5_000, node.node, step) * 10.0**node.node, step)
+    assert selector == RTopK(r_over_k=5)
+    assert repr(selector) == "RTopK(r_over_k=5, nodes=None)"
+    assert all(node.tracker.second_scans == 1 for node in nodes)
+    assert set(nodes[0].state_dict()) == {"seed", "node", "memory"}
+
+
+def compress_some(seed, out):
+    node = Sparsifier(RTopK(r_over_k=5), 0.01)
+    out[seed] = [node.compress(heavy(300_000, seed, step), step) for step in range(3)]
+
+
+def test_several_callers_at_once(two_threads):
+    alone, together = {}, {}
+    for seed in range(4):
+        compress_some(seed, alone)
+    callers = [threading.Thread(target=compress_some, args=(seed, together)) for seed in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for seed in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(alone[seed], together[seed], strict=True))
+
+
+def in_child(vector, pipe):
+    kernels_result = kernels.scan(torch.from_numpy(vector), Search(1.0))
+    pipe.send(kernels_result.positions.numpy())
+    pipe.close()
+
+
+def test_works_in_a_forked_child(two_threads):
+    vector = heavy(600_000, 10)
+    expected = kernels.scan(vector, Search(1.0)).positions.numpy()  # the pool of the parent exists by now
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=in_child, args=(vector.numpy(), sender))
+    with pytest.warns(DeprecationWarning) if multiprocessing_warns() else no_warning():
+        child.start()
+    assert receiver.poll(60)
+    assert np.array_equal(receiver.recv(), expected)
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def multiprocessing_warns():
+    """Python 3.12 and later warn of a fork in a process with threads."""
+    import sys
+
+    return sys.version_info >= (3, 12)
+
+
+def no_warning():
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def test_a_step_takes_little_extra_memory():
+    """At density 0.1 %, at most 2 % of the vector, with the arrays that are kept for the next step."""
+    d = 1_000_000
+    gradients = [heavy(d, 11, step) for step in range(3)]
+    tracemalloc.start()
+    method = Fused(d, d // 1000)
+    for step in range(4):
+        method.step(gradients[step % 3], step)
+    tracemalloc.reset_peak()
+    for step in range(4, 8):
+        method.step(gradients[step % 3], step)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= 0.02 * 4 * d
+
+
+def test_a_draw_allocates_for_k_not_for_d():
+    draw(100, 3, generator(12))
+    draw(10**6, 3, generator(12))
+    tracemalloc.start()
+    drawn = draw(10**12, 1000, generator(12))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert drawn.numel() == 1000
+    assert bool((drawn[1:] > drawn[:-1]).all())
+    assert 0 <= int(drawn[0]) <= int(drawn[-1]) < 10**12
+
+
+def test_few_and_words_draw_the_same():
+    for r, k in ((10, 1), (1000, 7), (70_000, 900)):
+        assert torch.equal(kernels.draw_few(r, k, 13), kernels.set_bits(kernels.draw_words(r, k, 13), k))
+
+
+def test_every_subset_is_equally_likely():
+    """Chi-square over the 20 subsets of 3 of 6: false alarm 1e-6; 4000 draws see a bias of 20 % of one subset."""
+    counts = {}
+    for seed in range(4000):
+        subset = tuple(draw(6, 3, generator(14, seed)).tolist())
+        counts[subset] = counts.get(subset, 0) + 1
+    assert len(counts) == 20
+    statistic = sum((count - 200.0) ** 2 / 200.0 for count in counts.values())
+    assert statistic < 66.3  # the 1 - 1e-6 quantile of chi-square with 19 degrees of freedom
