@@ -10,10 +10,10 @@ import laws
 from rtopk import Codec, ErrorFeedback, MomentumCorrection, SparseVector, TopK, kernels, memory, select
 
 
-def with_replacement(words, k):
-    """Turn the drawn bits into positions that may repeat."""
-    positions = ORIGINAL_SET_BITS(words, k)
-    return positions[torch.arange(k) // 2]
+def with_replacement(candidates, r, words, k):
+    """Pick positions that repeat."""
+    picked = ORIGINAL_PICK(candidates, r, words, k)
+    return picked._replace(positions=picked.positions[torch.arange(k) // 2])
 
 
 def one_too_many(vector, k, r, *rest):
@@ -31,12 +31,12 @@ def subtract_without_masking(self, sent):
     self.residual[sent.indices] -= sent.values
 
 
-ORIGINAL_SET_BITS = kernels.set_bits
+ORIGINAL_PICK = kernels.pick
 ORIGINAL_CHOOSE = select._choose
 
 MUTANTS = {
     "sampling with replacement": (
-        (kernels, "set_bits", with_replacement),
+        (kernels, "pick", with_replacement),
         laws.draws_without_replacement,
     ),
     "off-by-one r": (

@@ -9,7 +9,7 @@ The pass, for fp32 on a CPU (`twin` does the same for the rest, in torch):
    they are in registers: one word of 64 bits says which reach it. Mostly it is zero, and that was all.
 3. Positions and values of those that reach it are written down: the candidates.
 4. The bound comes from the floor, a guess at the r-th magnitude: the last step's, lowered a little.
-5. Too low a guess: when half as many again as r are held, the r largest are kept and the bound rises above
+5. Too low a guess: when a third more than r are held, the r largest are kept and the bound rises above
    them, so a pass never holds much more than r, whatever the data.
 6. Too high a guess: fewer than r candidates. Only then a second scan, with a floor taken from a sample; and
    if even that was too high, a third with floor zero, which always finds r.
@@ -70,9 +70,9 @@ class Scratch:
         self._arrays: dict[int, tuple[Any, Any]] = {}
 
     def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
-        """Return arrays with at least that much room, and not four times as much."""
+        """Return arrays with at least that much room, and at most a quarter more."""
         positions, values = self._arrays.get(part, (_NOWHERE, _NOWHERE))
-        if positions.dtype != place or not room <= positions.size <= 4 * room:
+        if positions.dtype != place or not room <= positions.size <= room + room // 4 + 256:
             positions, values = np.empty(room, place), np.empty(room, np.float32)
         return positions, values
 
@@ -95,6 +95,15 @@ def compilable(*vectors: Tensor) -> bool:
         v.dtype == torch.float32 and v.device.type == "cpu" and v.is_contiguous() and v.dim() == 1
         for v in vectors
     )
+
+
+def zeros(like: Tensor) -> Tensor:
+    """Make the memory of a gradient: zeros; half precision is accumulated in fp32."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if like.device.type == "cpu" and dtype == torch.float32:
+        # From numpy: torch's own threads, which would fill it, hang in a forked child.
+        return torch.from_numpy(np.zeros(like.numel(), np.float32))
+    return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
 
 def require_finite(vector: Tensor, name: str) -> None:
@@ -134,7 +143,7 @@ def accumulate_(
     written to a scratch are valid until it is used again.
     """
     moved = (residual, gradient) if velocity is None else (residual, gradient, velocity)
-    if search is None or not compilable(*moved):
+    if not compilable(*moved):
         twin.accumulate_(residual, gradient, velocity, momentum, scale)
         return None if search is None else scan(residual, search)
     from rtopk import loops
@@ -145,6 +154,9 @@ def accumulate_(
     else:
         numbers = np.float32(momentum), np.float32(scale)
         loop = partial(loops.move, arrays[0], arrays[1], arrays[2], *numbers)
+    if search is None:
+        _without_search(loop, ranges(residual.numel(), 64))
+        return None
     return _collect(loop, residual.numel(), search, Scratch() if scratch is None else scratch)
 
 
@@ -173,15 +185,23 @@ def largest(vector: Tensor, r: int) -> Tensor:
 
 def sampled_floor(vector: Tensor, r: int) -> float:
     """Guess a magnitude that a little more than r entries reach."""
-    d = vector.numel()
-    if d <= SAMPLE:
-        return float(vector.abs().kthvalue(d - r + 1).values)
-    # Multiples of the golden section spread evenly and follow no period of the data.
-    places = torch.arange(SAMPLE, dtype=torch.float64).mul_((math.sqrt(5.0) - 1.0) / 2.0)
-    sample = vector[places.frac_().mul_(d).to(torch.int64).to(vector.device)].abs()
-    expected = r * SAMPLE / d
-    rank = math.ceil(expected + 3.0 * math.sqrt(expected) + 4.0)
-    return float(sample.kthvalue(SAMPLE - rank + 1).values) if rank < SAMPLE else 0.0
+    d, sample = vector.numel(), vector
+    rank = r
+    if d > SAMPLE:
+        # Multiples of the golden section spread evenly and follow no period of the data.
+        spread = np.arange(SAMPLE) * ((math.sqrt(5.0) - 1.0) / 2.0)
+        places = ((spread - np.floor(spread)) * d).astype(np.int64)
+        expected = r * SAMPLE / d
+        rank = math.ceil(expected + 3.0 * math.sqrt(expected) + 4.0)
+        if rank >= SAMPLE:
+            return 0.0
+        if compilable(vector):
+            sample = torch.from_numpy(_array(vector)[places])
+        else:
+            sample = vector[torch.from_numpy(places).to(vector.device)]
+    if compilable(sample):  # torch's own threads hang in a forked child
+        return float(np.partition(np.abs(_array(sample)), -rank)[-rank])
+    return float(sample.abs().kthvalue(sample.numel() - rank + 1).values)
 
 
 def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
@@ -217,12 +237,13 @@ def take_out_(residual: Tensor, indices: Tensor, values: Tensor) -> None:
         return
     if not indices.numel():
         return
-    low, high = (int(end) for end in torch.aminmax(indices))
+    places = indices.numpy()
+    low, high = int(places.min()), int(places.max())
     if low < 0 or high >= residual.numel():
         raise IndexError(f"indices must lie in [0, {residual.numel()}), got {low} to {high}")
     from rtopk import loops
 
-    arrays = _array(residual), indices.numpy(), _array(values)
+    arrays = _array(residual), places, _array(values)
     together([partial(loops.take_out, *arrays, a, b) for a, b in ranges(indices.numel(), 1, SCATTER)])
 
 
@@ -280,9 +301,14 @@ def _collect(loop: Callable[..., Any], d: int, search: Search, scratch: Scratch)
     size = d if search.size is None else search.size
     cuts = ranges(size, 64)
     parts = together([partial(_part, loop, i, cuts, d, search, scratch) for i in range(len(cuts))])
-    if size < d:
-        loop(size, d, np.int32(0x7FFFFFFF), _NOWHERE, _NOWHERE.view(np.float32), -128)
+    _without_search(loop, [(size, d)])
     return Candidates(tuple(parts), search.floor)
+
+
+def _without_search(loop: Callable[..., Any], cuts: list[tuple[int, int]]) -> None:
+    """Run the pass with a bound that no finite entry reaches, and no room for any."""
+    nothing = np.int32(0x7FFFFFFF), _NOWHERE, _NOWHERE.view(np.float32), -128
+    together([partial(loop, begin, end, *nothing) for begin, end in cuts])
 
 
 def _part(
@@ -294,8 +320,8 @@ def _part(
     at, end = cuts[part]
     bound, count = _key(search.floor), 0
     wanted = end - at if search.wanted is None else min(search.wanted, end - at)
-    most = min(end - at, wanted + max(wanted // 2, (end - at) // 1024)) + 128
-    room = min(most, 1024 + 5 * wanted // (4 * len(cuts)))
+    most = min(end - at, wanted + max(wanted // 3, (end - at) // 1024)) + 128
+    room = min(most, 256 + 6 * wanted // (5 * len(cuts)))
     positions, values = scratch.take(part, room, np.int32 if d < 2**31 else np.int64)
     while True:
         at, count = loop(at, end, bound, positions, values, count)
@@ -303,7 +329,7 @@ def _part(
             scratch.put(part, positions, values)
             return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
         if positions.size < most:
-            room = min(most, 128 + 5 * positions.size // 4)
+            room = min(most, 128 + 11 * positions.size // 10)
             positions, values = _grown(positions, count, room), _grown(values, count, room)
         else:
             threshold, ties = _rth([values[:count]], wanted, int(bound))

@@ -178,7 +178,7 @@ class MomentumCorrection:
         """Clip the gradient, add it to the velocity, the velocity to the residual; return the residual."""
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
-        velocity = torch.zeros_like(residual) if self.velocity is None else self.velocity
+        velocity = kernels.zeros(residual) if self.velocity is None else self.velocity
         search = _search(floor, wanted, size)
         safe = self._headroom.suffices(gradient, residual, velocity)
         scale = self._clip_factor(gradient)
@@ -273,15 +273,14 @@ def _search(floor: float | None, wanted: int | None, size: int | None) -> Search
 
 
 def _accept(gradient: Tensor, memory: Tensor | None) -> Tensor:
-    """Return the memory, or a new one, if the gradient fits it. Half precision is accumulated in fp32."""
+    """Return the memory, or a new one, if the gradient fits it."""
     if gradient.dim() != 1 or not gradient.is_floating_point():
         raise ValueError(
             f"gradient must be a 1-D floating-point tensor, got {gradient.dim()}-D {gradient.dtype}; "
             "flatten it first"
         )
     if memory is None:
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        return torch.zeros_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+        return kernels.zeros(gradient)
     if gradient.shape != memory.shape:
         raise ValueError(
             f"gradient must have the {memory.numel()} entries of the residual, got {gradient.numel()}"
