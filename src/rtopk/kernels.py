@@ -71,10 +71,11 @@ class Scratch:
 
     def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
         """Return arrays with at least that much room, and at most a quarter more."""
-        positions, values = self._arrays.get(part, (_NOWHERE, _NOWHERE))
-        if positions.dtype != place or not room <= positions.size <= room + room // 4 + 256:
-            positions, values = np.empty(room, place), np.empty(room, np.float32)
-        return positions, values
+        positions, values = self._arrays.pop(part, (_NOWHERE, _NOWHERE))
+        if positions.dtype == place and room <= positions.size <= room + room // 4 + 256:
+            return positions, values
+        del positions, values  # before the new ones are made
+        return np.empty(room, place), np.empty(room, np.float32)
 
     def put(self, part: int, positions: Any, values: Any) -> None:
         """Keep the arrays."""

@@ -28,6 +28,7 @@ from rtopk.sparse import SparseVector
 SIZES = (1_000_000, 11_200_000, 66_000_000)
 DENSITIES = (0.01, 0.001)
 FACTOR = 5  # r / k
+WARM = 12  # steps before the first measured one: the residual grows fast at first
 LARGE = 11_000_000  # the bars speak of vectors from here on
 
 
@@ -175,8 +176,7 @@ def compare(gradients: Gradients, kind: str, density: float, threads: int, plan:
     flush = torch.zeros(32_000_000)  # 128 MB
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     ratios: dict[str, list[float]] = {name: [] for name in methods}
-    warm = 4
-    for step in range(-warm, plan.repetitions):
+    for step in range(-WARM, plan.repetitions):
         gradient = gradients.vectors[step % len(gradients.vectors)]
         once: dict[str, float] = {}
         for name, method in methods.items():
@@ -185,7 +185,7 @@ def compare(gradients: Gradients, kind: str, density: float, threads: int, plan:
                 continue
             flush.sum()
             begin = time.perf_counter()
-            method.step(gradient, step + warm)
+            method.step(gradient, step + WARM)
             once[name] = time.perf_counter() - begin
         if step >= 0:
             for name, taken in once.items():
@@ -252,10 +252,10 @@ def peak_memory(d: int = 11_200_000, density: float = 0.001) -> float:
     tracemalloc.start()
     try:
         method = Fused(d, round(density * d))
-        for step in range(4):
+        for step in range(WARM):
             method.step(gradients.vectors[step % 3], step)
         peak = 0.0
-        for step in range(4, 10):
+        for step in range(WARM, WARM + 6):
             tracemalloc.reset_peak()
             method.step(gradients.vectors[step % 3], step)
             peak = max(peak, tracemalloc.get_traced_memory()[1])
