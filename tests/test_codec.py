@@ -28,7 +28,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(vector=vectors(), rounding=st.sampled_from(["nearest", "stochastic"]), fixed=st.booleans())
 def test_receivers_decode_what_the_sender_subtracts(form, vector, rounding, fixed):
     codec = Codec(form, rounding, fingerprint=9, fixed=fixed)

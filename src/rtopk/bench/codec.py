@@ -36,6 +36,7 @@ class Plan:
     sizes: tuple[int, ...] = (1_000_000, RESNET, 66_000_000)
     densities: tuple[float, ...] = (0.01, 0.001, 0.0001)
     timed: tuple[int, ...] = (1_000_000, RESNET, 66_000_000)  # sizes whose rivals are measured too
+    model_size: int = RESNET  # entries of the model whose gradients are taken
     runs: int = 9
     data_dir: Path | None = None
 
@@ -84,7 +85,7 @@ def measure(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> 
             forms = tuple(BY_NAME) if d in plan.timed or density == 0.001 else ("fp32",)
             rows += _compare(vector, "uniform", forms, d in plan.timed, plan.runs, adds)
     progress("gradients of ResNet-18")
-    gradient = real(RESNET, 1, plan.data_dir).vectors[0]
+    gradient = real(plan.model_size, 1, plan.data_dir).vectors[0]
     for density in plan.densities:
         k = round(gradient.numel() * density)
         vector = SparseVector.gather(gradient, rtop_k(gradient, k, 5 * k, generator("bench codec", k)))

@@ -7,7 +7,7 @@ end of their array first, and hold the array while they run.
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from rtopk.wire.compiling import Array, Num, intrinsic, loop, uint64
