@@ -108,7 +108,7 @@ def corollary_rate(gap: float, L: float, G: float, B: int, n: int) -> float:  # 
 
 
 def corollary(gap: float, L: float, G: float, B: int, n: int, T: int, k: int, d: int) -> tuple[float, float]:  # noqa: N803
-    """Return Theorem 3 at the corollary's C_hat: 8 sqrt(gap L G^2 / (B n T)) and O(gap B n L d^2 / (k^2 T))."""
+    """Return Theorem 3 at the corollary's C_hat; the first term is then 8 sqrt(gap L G^2 / (B n T))."""
     return theorem_3(gap, L, G, B, n, T, k, d, corollary_rate(gap, L, G, B, n))
 
 

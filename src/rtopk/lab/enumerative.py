@@ -40,7 +40,7 @@ def capacity(d: int, bits: int, marks: int = 1) -> int:
     j = np.arange(1, min(d, bits) + 1, dtype=np.float64)
     sizes = np.logaddexp2.accumulate(np.concatenate([[0.0], np.cumsum(np.log2((d - j + 1) * marks / j))]))
     doubt = 1e-3  # bits; far above the rounding of the sums, so only exact arithmetic decides within it
-    kept = max(int(np.searchsorted(sizes, bits - doubt, side="right")) - 1, 0)
+    kept: int = max(int(np.searchsorted(sizes, bits - doubt, side="right")) - 1, 0)
     last = int(np.searchsorted(sizes, bits + doubt, side="right")) - 1
     if last <= kept:
         return kept

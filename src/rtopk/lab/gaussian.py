@@ -64,7 +64,7 @@ def _estimate(setting: GaussianSetting, theta: Floats, k: int | None, rng: np.ra
 
 
 def bits_needed(
-    d: int, s: int, n: int, model: str, factor: float = 2.0, repeats: int = 8, seed: int = 0
+    d: int, s: int, n: int, model: str, factor: float = 3.0, repeats: int = 16, seed: int = 0
 ) -> int | None:
     """Return the fewest bits a node for a risk of at most `factor` x centralised; None if none suffice.
 
