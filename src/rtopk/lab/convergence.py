@@ -120,13 +120,11 @@ def run(
         # The mean of B random signs has variance 1 / B: one sign of that size has the same second moment.
         signs = 2.0 * torch.randint(2, exact.shape, generator=rng) - 1.0
         payloads = [
-            node.compress(gradient, step)
-            for node, gradient in zip(nodes, exact + size * signs, strict=True)
+            node.compress(gradient, step) for node, gradient in zip(nodes, exact + size * signs, strict=True)
         ]
         sent += payloads[0].numel()
         vectors = [
-            node.codec.decode(payload, size=problem.d)
-            for node, payload in zip(nodes, payloads, strict=True)
+            node.codec.decode(payload, size=problem.d) for node, payload in zip(nodes, payloads, strict=True)
         ]
         w = w - C_hat / math.sqrt(T) * average(vectors).double()
         on_step()
@@ -150,7 +148,5 @@ def compare(
             runs = [run(problem, selector, k, horizon, rate, seed, on_step) for seed in range(seeds)]
             means = [mean for mean, _ in runs]
             name = "random-k" if random else "rtop-k"
-            outcomes.append(
-                Outcome(horizon, k, d, name, sum(means) / seeds, max(means), bound, runs[0][1])
-            )
+            outcomes.append(Outcome(horizon, k, d, name, sum(means) / seeds, max(means), bound, runs[0][1]))
     return outcomes

@@ -59,7 +59,7 @@ def rank(support: Sequence[int], d: int, marks: int = 1, marking: int = 0) -> in
     m = len(support)
     before = codebook_size(d, m - 1, marks) if m else 0
     among = sum(math.comb(c, i) for i, c in enumerate(support, start=1))
-    return before + among * marks**m + marking
+    return before + among * int(marks**m) + marking
 
 
 def unrank(number: int, d: int, marks: int = 1) -> tuple[list[int], int]:
