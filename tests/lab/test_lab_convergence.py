@@ -43,34 +43,34 @@ def test_constants_hold_and_are_attained():
 
 
 def test_the_minimum_is_one():
-    """Descent from the best grid point, and from random points, finds nothing lower."""
-    least = PROBLEM.minimum()
-    rng = generator(1)
-    for start in [torch.zeros(40), *(torch.randn(40, generator=rng) for _ in range(5))]:
-        w = start.double()
-        for _ in range(3000):
-            w = w - sum(gradient(PROBLEM, i, w) for i in range(3)) / 3 / PROBLEM.L
-        assert PROBLEM.value(w) >= least - 1e-5
+    """Descent from many points at once finds nothing lower than the grid, and comes as low."""
+    a, c = PROBLEM.scales(), PROBLEM.centres()
+    w = 0.5 * torch.randn(20, 1, 40, generator=generator(1), dtype=torch.float64)
+    for _ in range(2000):
+        x = w - c  # (20, n, d)
+        w = w - (2 * x / (1 + x.square()).square()).mean(1, keepdim=True) / 2
+    found = ((w - c).square() / (1 + (w - c).square())).mean(1).min(0).values  # (d,)
+    assert float((a * found).sum()) == pytest.approx(PROBLEM.minimum(), abs=1e-5)
 
 
 def test_density_one_is_plain_sgd():
     """Against a loop written here, with the same noise; payloads carry fp32, hence the tolerance."""
-    rate, T = 1.0, 50
-    found, sent = run(PROBLEM, RTopK(nodes=3), 40, T, rate, seed=4)
+    rate, steps = 1.0, 50
+    found, sent = run(PROBLEM, RTopK(nodes=3), 40, steps, rate, seed=4)
     w, total = PROBLEM.start(), 0.0
-    rng = generator(4, "noise", T)
-    for _ in range(T):
+    rng = generator(4, "noise", steps)
+    for _ in range(steps):
         exact = torch.stack([gradient(PROBLEM, i, w) for i in range(3)])
         total += float(exact.mean(0).square().sum())
         noise = (2.0 * torch.randint(2, (3, 40), generator=rng) - 1.0) / math.sqrt(40)
-        w = w - rate / math.sqrt(T) * (exact + noise).mean(0)
-    assert found == pytest.approx(total / T, rel=1e-4)
+        w = w - rate / math.sqrt(steps) * (exact + noise).mean(0)
+    assert found == pytest.approx(total / steps, rel=1e-4)
     assert sent > 50 * 40 * 4
 
 
 def test_theorem_3_is_never_crossed():
-    for problem in (PROBLEM, Problem(d=40, nodes=1, sigma=0.2, spread=0.0), Problem(d=20, nodes=4, batch=4)):
-        horizons = (200, 600)
+    for problem in (PROBLEM, Problem(d=40, nodes=1, sigma=0.2, spread=0.0), Problem(d=20, nodes=2, batch=4)):
+        horizons = (150, 400)
         outcomes = compare(problem, (0.05, 0.3, 1.0), horizons)
         outcomes += compare(problem, (0.05, 0.3), horizons, C_hat=0.5, random=True)
         assert len(outcomes) == 10
@@ -78,9 +78,9 @@ def test_theorem_3_is_never_crossed():
             assert 0.0 < outcome.largest < sum(outcome.bound), outcome
 
 
-def test_slope_in_T():
+def test_slope_in_the_horizon():
     """The first term's -1/2, within 0.1, at densities 1 and 0.2."""
-    horizons = (150, 500, 1500)
+    horizons = (150, 400, 1000)
     outcomes = compare(PROBLEM, (0.2, 1.0), horizons)
     for k in (8, 40):
         slope = fit(horizons, [o.measured for o in outcomes if o.k == k]).value
@@ -90,10 +90,10 @@ def test_slope_in_T():
 def test_what_sparsifying_costs_falls_with_k():
     """Random-k keeps the gradients longest, and its cost falls steeply in k; rTop-k pays far less."""
     quiet = Problem(d=40, nodes=3, sigma=0.1)
-    full = run(quiet, RandomK(), 40, 1000, 2.0, 0)[0]
-    cost = {k: run(quiet, RandomK(), k, 1000, 2.0, 0)[0] - full for k in (4, 8, 16)}
+    full = run(quiet, RandomK(), 40, 600, 2.0, 0)[0]
+    cost = {k: run(quiet, RandomK(), k, 600, 2.0, 0)[0] - full for k in (4, 8, 16)}
     assert cost[4] > 2 * cost[8] > 4 * cost[16] > 0
-    assert run(quiet, RTopK(nodes=3), 4, 1000, 2.0, 0)[0] - full < cost[4] / 2
+    assert run(quiet, RTopK(nodes=3), 4, 600, 2.0, 0)[0] - full < cost[4] / 2
 
 
 def test_theorem_3_by_hand():
