@@ -10,7 +10,7 @@ from rtopk.cli import app
 COMMANDS = {
     "risk": ["--d", "512", "--s", "16", "--n", "200", "--k", "60", "--repeats", "2"],
     "bounds": ["--repeats", "2"],
-    "convergence": ["--d", "20", "--nodes", "2", "--horizon", "100", "--horizon", "150", "--horizon", "200"],
+    "convergence": ["--d", "20", "--nodes", "2", "--horizon", "100", "--horizon", "120", "--horizon", "140"],
     "inspect": ["--at", "0", "--at", "3", "--choose", "0.1", "--nodes", "3"],
 }
 PICTURES = {

@@ -46,9 +46,8 @@ def sparse(rng, nodes, d):
     """The paper's model, perturbed: theta is large on 200 coordinates."""
     theta = torch.zeros(d)
     theta[:200] = 0.5
-    return [
-        torch.bernoulli(theta, generator=rng) + 0.02 * torch.randn(d, generator=rng) for _ in range(nodes)
-    ], theta
+    noise = 0.02 * torch.randn(nodes, d, generator=rng)
+    return [torch.bernoulli(theta, generator=rng) + z for z in noise], theta
 
 
 def dense(rng, nodes, d):

@@ -51,8 +51,16 @@ def _save(figure: "Figure", folder: Path, name: str) -> list[Path]:
 
 def _log(axis: "Axes", x: str, y: str, title: str) -> None:
     axis.set(xscale="log", yscale="log", xlabel=x, ylabel=y, title=title)
+    if axis.get_xlim()[1] < 100 * axis.get_xlim()[0]:  # a short axis shows no whole powers of ten
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.xaxis.set_minor_formatter(FuncFormatter(_some_labels))
+        axis.tick_params(axis="x", which="both", labelsize=8)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7)
+
+
+def _some_labels(value: float, _: int | None) -> str:
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def risk_sweeps(study: RiskStudy, folder: Path) -> list[Path]:
