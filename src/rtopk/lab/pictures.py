@@ -16,6 +16,7 @@ from rtopk.lab.studies import BoundsStudy, ConvergenceStudy, RiskStudy
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
