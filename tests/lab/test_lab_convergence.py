@@ -70,7 +70,7 @@ def test_density_one_is_plain_sgd():
 
 def test_theorem_3_is_never_crossed():
     for problem in (PROBLEM, Problem(d=40, nodes=1, sigma=0.2, spread=0.0), Problem(d=20, nodes=2, batch=4)):
-        horizons = (120, 300)
+        horizons = (130, 300)
         outcomes = compare(problem, (0.05, 0.3, 1.0), horizons)
         outcomes += compare(problem, (0.05, 0.3), horizons, C_hat=0.5, random=True)
         assert len(outcomes) == 10
