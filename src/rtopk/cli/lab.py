@@ -220,11 +220,11 @@ def _look_table(look: dict[str, Any]) -> "Table":
         f"Round {look['round']}: d = {node['d']}, k = {look['k']}, s = {node['s']:.0f}, tail index "
         f"{node['tail_index']:.2f}, {100 * node['energy_in_largest']['0.01']:.0f} % of energy in 1 %\n"
         f"Squared error / ||true||^2 (dense mean of the nodes: {look['error_of_dense_mean']:.3g})",
-        ["scheme", "r / k", "bytes", "plain", "x r / k", "with residual", "lag"],
+        ["scheme", "r / k", "k", "bytes", "plain", "x r / k", "with residual", "lag"],
     )
     for row in look["schemes"]:
         errors = [f"{row[c]:.3g}" for c in ("error", "error_scaled", "error_with_residual", "lag")]
-        table.add_row(row["scheme"], f"{row['r_over_k']:g}", f"{row['bytes']:,}", *errors)
+        table.add_row(row["scheme"], f"{row['r_over_k']:.4g}", str(row["k"]), f"{row['bytes']:,}", *errors)
     return table
 
 

@@ -69,11 +69,15 @@ class Plan:
             return "top-k"
         return "random-k" if self.r_over_k * self.density >= 1 else "rtop-k"
 
-    def sparsifiers(self, nodes: int, seed: int, residual: bool) -> list[Sparsifier]:
-        """Make every node's sparsifier."""
-        rule = RTopK(r_over_k=self.r_over_k)
+    def factor(self, density: float) -> float:
+        """Return r / k at this density: random-k stays random-k."""
+        return 1 / density if self.r_over_k * self.density >= 1 else self.r_over_k
+
+    def sparsifiers(self, nodes: int, density: float, seed: int, residual: bool) -> list[Sparsifier]:
+        """Make every node's sparsifier, at a density that may be a little off the plan's to fit its bytes."""
+        rule = RTopK(r_over_k=self.factor(density))
         return [
-            Sparsifier(rule, self.density, ErrorFeedback() if residual else NoMemory(), seed=seed, node=i)
+            Sparsifier(rule, density, ErrorFeedback() if residual else NoMemory(), seed=seed, node=i)
             for i in range(nodes)
         ]
 
@@ -98,12 +102,14 @@ class Inspector:
             raise ValueError(f"tolerance must be in (0, 1), got {tolerance}")
         self.nodes, self.d, self.density, self.seed, self.tolerance = nodes, d, density, seed, tolerance
         self.plans: dict[Plan, list[Sparsifier]] = {}
+        self.fitted: dict[Plan, float] = {}  # the density with which a plan sends the bytes of r = n k
         for part in sorted({density, *densities}):
             k = max(1, round(part * d))
             for factor in sorted({1.0, 2.0, float(nodes), float(nodes**2), d / k}):
                 if factor * k <= d:
                     plan = Plan(part, factor)
-                    self.plans[plan] = plan.sparsifiers(nodes, seed, residual=True)
+                    self.fitted[plan] = part
+                    self.plans[plan] = plan.sparsifiers(nodes, part, seed, residual=True)
         self.estimates: dict[Plan, Tensor] = {}  # of the latest round
         self.sent = {plan: torch.zeros(d) for plan in self.plans}  # summed over rounds
         self.due = torch.zeros(d)
@@ -114,11 +120,26 @@ class Inspector:
         """Feed the shadows one round."""
         if len(gradients) != self.nodes or any(g.numel() != self.d for g in gradients):
             raise ValueError(f"expected {self.nodes} gradients of {self.d} entries, got {len(gradients)}")
+        if self.step < 0:
+            self._fit(gradients)
         self.step += 1
         self.due += torch.stack(list(gradients)).mean(0)
         for plan, nodes in self.plans.items():
             self.estimates[plan] = exchange(nodes, gradients, self.step)[0]
             self.sent[plan] += self.estimates[plan]
+
+    def _fit(self, gradients: Sequence[Tensor]) -> None:
+        """Make all plans of one density send equal bytes: the same k costs more where positions spread."""
+        sizes = {
+            plan: exchange(plan.sparsifiers(self.nodes, plan.density, self.seed, False), gradients, 0)[1]
+            for plan in self.plans
+        }
+        for plan in self.plans:
+            beside = {p.r_over_k: p for p in self.plans if p.density == plan.density}
+            budget = sizes[beside.get(float(self.nodes), plan)]
+            most = min(1.0, 1.0 / plan.r_over_k) if plan.name(self.d) != "random-k" else 1.0
+            self.fitted[plan] = min(most, plan.density * budget / sizes[plan])
+            self.plans[plan] = plan.sparsifiers(self.nodes, self.fitted[plan], self.seed, residual=True)
 
     def lag(self, plan: Plan) -> float:
         """Return what part of all that was due, squared norm, has not been delivered or not exactly."""
@@ -134,16 +155,20 @@ class Inspector:
             if plan.density != self.density:
                 continue
             tries = [
-                exchange(plan.sparsifiers(self.nodes, seed, False), gradients, self.step)
+                exchange(plan.sparsifiers(self.nodes, self.fitted[plan], seed, False), gradients, self.step)
                 for seed in range(self.seed, self.seed + (1 if plan.r_over_k == 1 else DRAWS))
             ]
             schemes.append(
                 {
                     "scheme": plan.name(self.d),
                     "r_over_k": plan.r_over_k,
-                    "bytes": tries[0][1],
+                    "k": max(1, round(self.fitted[plan] * self.d)),
+                    "bytes": round(_average([size for _, size in tries])),
                     "error": _average([_distance(e, true) for e, _ in tries]) / scale,
-                    "error_scaled": _average([_distance(plan.r_over_k * e, true) for e, _ in tries]) / scale,
+                    "error_scaled": _average(
+                        [_distance(plan.factor(self.fitted[plan]) * e, true) for e, _ in tries]
+                    )
+                    / scale,
                     "error_with_residual": _distance(self.estimates[plan], true) / scale,
                     "lag": self.lag(plan),
                 }
