@@ -13,6 +13,7 @@ except ImportError:  # pragma: no cover
 
 from rtopk.cli import bench
 from rtopk.cli.demo import demo
+from rtopk.cli.lab import app as lab
 from rtopk.cli.train import train
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ def _options(
 app.add_typer(bench.app, name="bench")
 app.command()(demo)
 app.command()(train)
+app.add_typer(lab, name="lab")
 
 
 def main() -> None:
