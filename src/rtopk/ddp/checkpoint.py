@@ -114,7 +114,8 @@ def load(own: "State", directory: Path) -> None:
     try:
         states, step = _own_share(own, directory)
         state = redistribute(states, own.rank, own.world_size)
-    except (StateError, OSError) as error:
+        own.fit(state)
+    except (ValueError, KeyError, OSError) as error:
         refusal = str(error)
     # No rank may go on where another could not, or from another step.
     word = torch.tensor([step, len(refusal) > 0], dtype=torch.int64).view(torch.uint8)

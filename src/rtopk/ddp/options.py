@@ -104,14 +104,13 @@ class Options:
     def describe(self) -> dict[str, str]:
         """Write every choice that the ranks must share as text."""
         memory = self.make_memory()
-        numbers = {name: value for name, value in vars(memory).items() if not isinstance(value, Tensor)}
+        numbers = {n: v for n, v in vars(memory).items() if isinstance(v, bool | int | float | str)}
+        # A schedule may be any function: compare what it says, not how it is written.
+        densities = {step: f"{self.density(step):.6g}" for step in (0, 1, 10, 100, 1_000, 10_000)}
         return {
-            # A schedule may be any function: compare what it says, not how it is written.
-            "density": ", ".join(
-                f"{self.density(step):.6g} at step {step}" for step in (0, 1, 10, 100, 10_000)
-            ),
+            "density": densities[0] if len(set(densities.values())) == 1 else f"{densities} by step",
             "selector": _text(self.selector),
-            "memory": _text((type(memory).__name__, numbers)),
+            "memory": f"{type(memory).__name__} {numbers}",
             "values": self.values,
             "mean": self.mean,
             "scope": self.scope,

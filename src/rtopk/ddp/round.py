@@ -160,7 +160,8 @@ def _skip(state: "State", this: Round, refusal: str) -> None:
     state.skips_in_a_row += 1
     if state.skips_in_a_row >= state.options.max_skips:
         raise GradientNotFinite(
-            f"{state.refusal}; this is the {state.skips_in_a_row}th skip in a row, max_skips allows no more"
+            f"{state.refusal}; {state.skips_in_a_row} rounds in a row could not be used, and max_skips is "
+            f"{state.options.max_skips}; nothing was changed on any rank"
         )
     for group in state.groups:
         group.rollback()

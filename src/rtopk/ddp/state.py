@@ -179,17 +179,20 @@ class State:
             "memory": memory,
         }
 
+    def fit(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Return the groups' memories of a state, every claim checked; changes nothing."""
+        checkpoint.fits(state, self)
+        memory = state["memory"]
+        return [
+            group.fit(
+                {kind: {n: by[n] for n in group.layout.names if n in by} for kind, by in memory.items()}
+            )
+            for group in self.groups
+        ]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's state; one that does not fit is refused and changes nothing."""
-        checkpoint.fits(state, self)
-        flat = []
-        for group in self.groups:
-            own = set(group.layout.names)
-            mine = {
-                kind: {n: t for n, t in tensors.items() if n in own}
-                for kind, tensors in state["memory"].items()
-            }
-            flat.append(group.fit(mine))
+        flat = self.fit(state)
         for group, memory in zip(self.groups, flat, strict=True):
             group.sparsifier.memory.load_state_dict(memory)
         self.step, self.epoch = int(state["step"]), int(state["epoch"])

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from rtopk import ErrorFeedback, Layout, RTopK, Sparsifier, average
 from rtopk.seed import derive, generator
 
-SMALL_BUCKETS = 0.004  # MB: several buckets once DDP has rebuilt them
+SMALL_BUCKETS = 0.001  # MB: several buckets once DDP has rebuilt them
 
 
 def net(seed: int = 0, **sizes: int) -> nn.Module:
@@ -20,7 +20,12 @@ def net(seed: int = 0, **sizes: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Linear(20, hidden), nn.ReLU(), nn.LayerNorm(hidden), nn.Linear(hidden, 30), nn.Tanh(), nn.Linear(30, 5)
+            nn.Linear(20, hidden),
+            nn.ReLU(),
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 30),
+            nn.Tanh(),
+            nn.Linear(30, 5),
         )
 
 
@@ -72,6 +77,12 @@ def _feed(digest: "hashlib._Hash", value: object) -> None:
             _feed(digest, value[name])
     else:
         digest.update(repr(value).encode())
+
+
+@torch.no_grad()
+def gap(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference between two models' weights."""
+    return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def reference(
