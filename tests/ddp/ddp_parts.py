@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from rtopk import ErrorFeedback, Layout, RTopK, Sparsifier, average
 from rtopk.seed import derive, generator
 
-SMALL_BUCKETS = 0.001  # MB: several buckets once DDP has rebuilt them
+SMALL_BUCKETS = 0.0002  # MB: one bucket at first, four once DDP has rebuilt them
 
 
 def net(seed: int = 0, **sizes: int) -> nn.Module:
