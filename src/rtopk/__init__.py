@@ -4,7 +4,7 @@ The stages, in the order a gradient passes them: memory, selector, codec, transp
 joins the first three.
 """
 
-from rtopk import ddp
+from rtopk import ddp as ddp  # so that `import rtopk` is enough for rtopk.ddp.register
 from rtopk.aggregate import average, average_sparse
 from rtopk.codec import Codec, PayloadError
 from rtopk.layout import Layout
@@ -33,7 +33,6 @@ __all__ = [
     "average",
     "average_sparse",
     "constant",
-    "ddp",
     "random_k",
     "rtop_k",
     "top_k",

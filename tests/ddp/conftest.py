@@ -5,6 +5,7 @@ from pathlib import Path
 import ddp_scenarios_exact as exact
 import ddp_scenarios_faults as faults
 import ddp_scenarios_resume as resume
+import ddp_scenarios_train as loop
 import pytest
 from ddp_launch import Results, launch
 
@@ -36,6 +37,8 @@ PAIR = [
     resume.switch_scope,
     resume.does_not_fit,
     resume.distributed_checkpoint,
+    loop.same_as_in_one_process,
+    loop.stops_and_resumes,
 ]
 
 

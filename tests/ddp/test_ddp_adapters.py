@@ -52,11 +52,11 @@ def test_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
     assert json.loads(found.splitlines()[-1])["sent"] < 26128
 
 
-def torchrun(script: list[str], *options: str) -> str:
+def torchrun(script: list[str], *options: str, **variables: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, *options, *script],
-        env=environment(),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=300,

@@ -6,7 +6,7 @@ residual and is sent later. Nothing else in the training loop changes. See docs/
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations by identity.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ def register(
     memory: str | Callable[[], Memory] = "error_feedback",
     values: str = "fp32",
     mean: Mean = "nodes",
+    weights: Sequence[float] | None = None,
+    clip_norm: float | None = None,
     scope: Scope = "global",
     dense: layout.DenseRule = layout.one_dimensional,
     dense_steps: int = 0,
@@ -70,6 +72,8 @@ def register(
     memory: "error_feedback", "momentum_correction", "none", or a function that makes a memory.
     values: how values travel; "fp32" sends them as they are.
     mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry.
+    weights: the ranks' shares in the mean, for instance their numbers of examples; equal by default.
+    clip_norm: shorten each rank's gradient to this norm before it is added to the memory, as DGC does.
     scope: "global" selects over the whole model, in one collective at the end of backward; "bucket" selects
         within each tensor and sends each bucket while backward goes on.
     dense: which tensors are always sent whole; those of one dimension (biases, norms) by default.
@@ -95,6 +99,8 @@ def register(
             memory,
             values=values,
             mean=mean,
+            weights=None if weights is None else tuple(map(float, weights)),
+            clip_norm=clip_norm,
             scope=scope,
             dense=dense,
             dense_steps=dense_steps,

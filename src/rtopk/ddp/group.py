@@ -48,12 +48,16 @@ class Group:
         self._joint[begin:end].view(gradient.shape).copy_(gradient)
         self._gradient = self._joint
 
-    def compress(self, step: int, scale: float, idle: Collection[str]) -> Tensor:
-        """Return the payload of the gradients, divided by `scale`.
+    def compress(
+        self, step: int, scale: float, idle: Collection[str], clip_norm: float | None = None
+    ) -> Tensor:
+        """Return the payload of the gradients, divided by `scale` and clipped.
 
         The memory of `idle` tensors, which took no part in this step, is neither sent nor changed.
         """
         gradient = self._gradient if scale == 1.0 else self._gradient / scale
+        if clip_norm is not None:
+            gradient = clip(gradient, clip_norm)
         self._remember()
         spans = [self.bounds[name] for name in self.layout.names if name in idle]
         if not spans:
@@ -84,13 +88,15 @@ class Group:
                     return name
         return None
 
-    def mean(self, payloads: Sequence[Tensor], mean: Mean) -> Tensor | SparseVector:
+    def mean(
+        self, payloads: Sequence[Tensor], mean: Mean, weights: Sequence[float] | None = None
+    ) -> Tensor | SparseVector:
         """Decode the ranks' payloads and return their mean, sparse where that is cheaper."""
         vectors = [self.sparsifier.codec.decode(payload, size=self.layout.size) for payload in payloads]
         total = sum(len(vector) for vector in vectors)
         if total < SPARSE_BELOW * self.layout.size:
-            return average_sparse(vectors, mean)
-        return average(vectors, mean)
+            return average_sparse(vectors, mean, weights)
+        return average(vectors, mean, weights)
 
     def write(self, mean: Tensor | SparseVector, scale: float, gradients: Mapping[str, Tensor]) -> None:
         """Put the mean, times `scale`, in the place of the gradients."""
@@ -156,3 +162,9 @@ class Group:
             if not bool(vector.isfinite().all()):
                 raise ValueError(f"{kind} of the state is not finite; use an older checkpoint")
         return flat
+
+
+def clip(vector: Tensor, limit: float) -> Tensor:
+    """Return the vector, shortened to the limit if it is longer."""
+    norm = float(torch.linalg.vector_norm(vector))
+    return vector * (limit / norm) if norm > limit else vector

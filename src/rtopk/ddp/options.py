@@ -7,6 +7,7 @@ all ranks stop together and all say what differs.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Options:
     make_memory: Callable[[], Memory]
     values: str
     mean: Mean
+    weights: tuple[float, ...] | None
+    clip_norm: float | None
     scope: Scope
     dense: DenseRule
     dense_steps: int
@@ -84,7 +87,13 @@ class Options:
             make: Callable[[], Memory] = lambda: named(nodes)  # noqa: E731
         else:
             make = memory
-        if others["scope"] == "bucket" and getattr(make(), "clip_norm", None) is not None:
+        clip_norm, weights = others["clip_norm"], others["weights"]
+        if clip_norm is not None and not 0.0 < clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be positive and finite, or None, got {clip_norm}")
+        if weights is not None and len(weights) != nodes:
+            raise ValueError(f"{nodes} ranks need as many weights, got {len(weights)}")
+        own_clip = getattr(make(), "clip_norm", None)
+        if others["scope"] == "bucket" and (clip_norm is not None or own_clip is not None):
             raise ValueError(
                 "clip_norm bounds the norm of the whole gradient, which scope='bucket' never sees; "
                 "use scope='global' or clip the averaged gradient yourself"
@@ -113,6 +122,8 @@ class Options:
             "memory": f"{type(memory).__name__} {numbers}",
             "values": self.values,
             "mean": self.mean,
+            "weights": str(self.weights),
+            "clip_norm": str(self.clip_norm),
             "scope": self.scope,
             "dense_steps": str(self.dense_steps),
             "counts": self.counts,
@@ -162,7 +173,7 @@ def _pack(description: dict[str, str]) -> Tensor:
         digest = hashlib.blake2b(value.encode(), digest_size=4).hexdigest()
         cut[name] = value if len(value) <= SHOWN else f"{value[:SHOWN]}... (hash {digest})"
     raw = json.dumps(cut).encode()
-    if len(raw) > BYTES:  # cannot happen with fewer than 13 values of 200 ASCII characters
+    if len(raw) > BYTES:  # cannot happen with fewer than 30 values of 200 ASCII characters
         raise ValueError(f"the options take {len(raw)} bytes as text, at most {BYTES} are exchanged")
     return torch.frombuffer(bytearray(raw.ljust(BYTES)), dtype=torch.uint8)
 

@@ -88,7 +88,7 @@ def _send(state: "State", this: Round, groups: list[Group]) -> None:
     idle = set() if state.used is None else set(state.parameters) - state.used
     status, culprit = control.FINE, 0
     try:
-        payloads = [group.compress(state.step, this.scale, idle) for group in groups]
+        payloads = [group.compress(state.step, this.scale, idle, state.options.clip_norm) for group in groups]
     except Exception as error:
         # Whatever it is, the others wait for a message of this size: tell them there.
         name = next((name for group in groups if (name := group.culprit())), None)
@@ -179,7 +179,7 @@ def _average(state: "State", this: Round, arrived: list[list[Tensor]]) -> None:
             payloads = [payload[begin : begin + size] for payload in ranks]
             begin += size
             try:
-                mean = group.mean(payloads, state.options.mean)
+                mean = group.mean(payloads, state.options.mean, state.options.weights)
             except PayloadError as error:
                 raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
             group.write(mean, this.scale, this.gradients)

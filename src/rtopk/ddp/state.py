@@ -60,7 +60,7 @@ class State:
             self._watch_use()
         self.round: Round | None = None  # under way
         self.skips_in_a_row = 0
-        self._measured: dict[str, Any] | None = None
+        self.measured: dict[str, Any] = {}  # of the last round
         self._writer: tuple[Writer, int] | None = None
 
     def _make_groups(self) -> list[Group]:
@@ -131,7 +131,7 @@ class State:
     def measure(self, **measured: float) -> None:
         """Note what a round cost, and hand it to the writer."""
         step = self.step if self.skipping else self.step - 1
-        self._measured = {
+        self.measured = {
             "step": step,
             "density": self.density(step),
             "entries": sum(group.sparsifier.entries(group.layout.size, step) for group in self.groups),
@@ -144,9 +144,9 @@ class State:
     @property
     def stats(self) -> Stats:
         """What the last round cost; reading it costs a pass over the residual."""
-        if self._measured is None:
+        if not self.measured:
             raise RuntimeError("there are no statistics before the first backward pass with exchange")
-        return Stats(**self._measured, residual_norm=self.residual_norm())
+        return Stats(**self.measured, residual_norm=self.residual_norm())
 
     def residual_norm(self) -> float:
         """Return the norm of what this rank keeps back; 0 where nothing is kept."""
