@@ -11,12 +11,12 @@ from ddp_worker import Place
 
 import rtopk.ddp
 from rtopk import layout, select
-from rtopk.ddp import checkpoint, group, optimizers, round, state
+from rtopk.ddp import checkpoint, group, optimizers, rounds, state
 
 
 def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:
     """Bug 1: state keyed by bucket is gone when DDP rebuilds its buckets."""
-    finish = round._finish
+    finish = rounds._finish
 
     def forget(own: Any, this: Any) -> None:
         if getattr(own, "seen", len(this.buckets)) != len(this.buckets):
@@ -26,7 +26,7 @@ def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:
         own.seen = len(this.buckets)
         finish(own, this)
 
-    with mock.patch.object(round, "_finish", forget):
+    with mock.patch.object(rounds, "_finish", forget):
         return exact.equals_reference(at)
 
 
@@ -56,7 +56,7 @@ def sum_instead_of_mean(at: Place) -> dict[str, Any]:
 
 def unused_parameters_drained(at: Place) -> dict[str, Any]:
     """Bug 6: the residual of an unused parameter is sent, and DDP throws it away."""
-    with mock.patch.object(state.State, "_watch_use", lambda self: None):
+    with mock.patch.object(state.State, "_watch_use"):
         return faults.unused(at)
 
 
@@ -68,15 +68,15 @@ def residuals_in_scaled_units(at: Place) -> dict[str, Any]:
 
 def skipped_steps_change_the_residual(at: Place) -> dict[str, Any]:
     """Bug 7: ranks that were well have taken their gradient in already."""
-    with mock.patch.object(group.Group, "rollback", lambda self: None):
+    with mock.patch.object(group.Group, "rollback"):
         return faults.not_finite(at)
 
 
 def momentum_twice(at: Place) -> dict[str, Any]:
     """Bug 9: momentum correction beside an optimizer with momentum."""
     with (
-        mock.patch.object(optimizers, "refuse_momentum", lambda *_: None),
-        mock.patch.object(rtopk.ddp, "refuse_momentum", lambda *_: None),
+        mock.patch.object(optimizers, "refuse_momentum"),
+        mock.patch.object(rtopk.ddp, "refuse_momentum"),
     ):
         return faults.refused(at)
 

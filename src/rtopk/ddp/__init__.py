@@ -19,7 +19,7 @@ from rtopk.ddp.control import GradientNotFinite, RanksDisagree
 from rtopk.ddp.optimizers import refuse_momentum, watch
 from rtopk.ddp.options import Counts, OnNonFinite, Options, Scope, compare
 from rtopk.ddp.refusals import refuse, unwrap
-from rtopk.ddp.round import take
+from rtopk.ddp.rounds import take
 from rtopk.ddp.state import Scaler, State
 from rtopk.ddp.stats import Stats
 from rtopk.memory import Memory

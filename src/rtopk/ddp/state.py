@@ -16,7 +16,7 @@ from rtopk.ddp import checkpoint
 from rtopk.ddp.group import Group
 from rtopk.ddp.options import Options
 from rtopk.ddp.refusals import joint_dtype, trainable
-from rtopk.ddp.round import Round
+from rtopk.ddp.rounds import Round
 from rtopk.ddp.stats import Stats, Writer, write
 from rtopk.layout import Layout
 from rtopk.memory import MomentumCorrection
