@@ -25,7 +25,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def launch(
-    folder: Path, tag: str, world: int, scenarios: list[Callable[..., Any]], timeout: float = 300
+    folder: Path, tag: str, world: int, scenarios: list[Callable[..., Any]], timeout: float = 900
 ) -> Results:
     """Run scenarios in `world` fresh processes and return what they returned."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
-from rtopk import ErrorFeedback, Layout, RTopK, Sparsifier, average
+from rtopk import Codec, ErrorFeedback, Layout, RTopK, Sparsifier, average
 from rtopk.seed import derive, generator
 
 SMALL_BUCKETS = 0.0002  # MB: one bucket at first, four once DDP has rebuilt them
@@ -94,6 +94,8 @@ def reference(
     selector: object = None,
     memory: Callable[[], object] = ErrorFeedback,
     mean: str = "nodes",
+    values: str = "fp32",
+    rounding: str = "nearest",
     scope: str = "global",
     seed: int = 0,
     lr: float = 0.1,
@@ -110,6 +112,7 @@ def reference(
                 selector or RTopK(nodes=nodes),
                 density,
                 memory(),
+                Codec(values, rounding, layout.fingerprint),
                 seed=derive(seed, name) if name else seed,
                 node=node,
                 layout=layout,

@@ -29,6 +29,8 @@ def equals_reference(at: Place) -> dict[str, Any]:
         "received": {"mean": "received"},
         "received_bucket": {"mean": "received", "scope": "bucket"},
         "seed": {"seed": 3},
+        "int8": {"values": "int8"},
+        "4bit_bucket": {"values": "4bit", "rounding": "stochastic", "scope": "bucket"},
         "half_of_all": {"density": 0.5},  # averaged by the dense way
         "schedule": {"density": rtopk.warm_up(0.05, steps=3)},
     }

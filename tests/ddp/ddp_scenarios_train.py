@@ -20,7 +20,7 @@ from rtopk.seed import generator
 SMALL = Config(rounds=12, nodes=2, evaluate_every=4, learning_rate=0.05, density=0.05)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "dense": {"method": "dense"},
+    "dense": {"method": "dense", "values": "fp16"},
     "corrected": {"memory": "momentum-correction", "clip_norm": 0.5, "dense_biases": True},
     "received": {"mean": "received", "weighted": True, "split": "dirichlet", "clip_norm": 0.5, "warm_up": 6},
 }

@@ -36,7 +36,7 @@ def main() -> None:
         init_method=f"file://{store}",
         rank=place.rank,
         world_size=place.world,
-        timeout=timedelta(seconds=float(os.environ.get("RTOPK_TEST_TIMEOUT", "60"))),
+        timeout=timedelta(seconds=float(os.environ.get("RTOPK_TEST_TIMEOUT", "300"))),
     )
     for name in names:
         module, function = name.split(":")

@@ -59,7 +59,7 @@ def torchrun(script: list[str], *options: str, **variables: str) -> str:
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -18,6 +18,8 @@ VARIANTS = [
     "received",
     "received_bucket",
     "seed",
+    "int8",
+    "4bit_bucket",
     "half_of_all",
     "schedule",
 ]

@@ -7,6 +7,7 @@ residual and is sent later. Nothing else in the training loop changes. See docs/
 # No `from __future__ import annotations` here: DDP compares the hook's annotations by identity.
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ def register(
     selector: Selector | None = None,
     memory: str | Callable[[], Memory] = "error_feedback",
     values: str = "fp32",
+    rounding: Literal["nearest", "stochastic"] = "nearest",
     mean: Mean = "nodes",
     weights: Sequence[float] | None = None,
     clip_norm: float | None = None,
@@ -70,7 +72,8 @@ def register(
     density: share of the entries that is sent, or a schedule such as rtopk.warm_up.
     selector: who is sent; RTopK(nodes=world size) by default, so r = world size times k.
     memory: "error_feedback", "momentum_correction", "none", or a function that makes a memory.
-    values: how values travel; "fp32" sends them as they are.
+    values: how values travel: "fp32" as they are, or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
+    rounding: "nearest", or "stochastic"; what it loses stays in the residual.
     mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry.
     weights: the ranks' shares in the mean, for instance their numbers of examples; equal by default.
     clip_norm: shorten each rank's gradient to this norm before it is added to the memory, as DGC does.
@@ -98,6 +101,7 @@ def register(
             selector,
             memory,
             values=values,
+            rounding=rounding,
             mean=mean,
             weights=None if weights is None else tuple(map(float, weights)),
             clip_norm=clip_norm,

@@ -76,9 +76,8 @@ class Group:
 
     def blank(self, step: int) -> Tensor:
         """Return a payload of the size that this step's has on every rank, saying nothing."""
-        entries = self.sparsifier.entries(self.layout.size, step)
-        nothing = SparseVector(torch.arange(entries), torch.zeros(entries), self.layout.size)
-        return self.sparsifier.codec.encode(nothing)
+        codec, size = self.sparsifier.codec, self.layout.size
+        return torch.zeros(codec.capacity(size, self.sparsifier.entries(size, step)), dtype=torch.uint8)
 
     def culprit(self) -> str | None:
         """Return the first tensor whose gradient, or memory with it, is not finite."""

@@ -45,6 +45,7 @@ class Options:
     selector: Selector
     make_memory: Callable[[], Memory]
     values: str
+    rounding: Literal["nearest", "stochastic"]
     mean: Mean
     weights: tuple[float, ...] | None
     clip_norm: float | None
@@ -101,14 +102,12 @@ class Options:
         options = cls(
             as_schedule(density), RTopK(nodes=nodes) if selector is None else selector, make, **others
         )
-        options.codec(0)  # refuses unknown values
+        options.codec()  # refuses unknown values
         return options
 
-    def codec(self, fingerprint: int) -> Codec:
+    def codec(self, fingerprint: int = 0, dense_size: int = 0) -> Codec:
         """Make the codec; its payloads have a size that follows from d and k alone."""
-        if self.values != "fp32":
-            raise ValueError(f"values must be 'fp32', got {self.values!r}")
-        return Codec(fingerprint=fingerprint)
+        return Codec(self.values, self.rounding, fingerprint, fixed=True, dense_size=dense_size)
 
     def describe(self) -> dict[str, str]:
         """Write every choice that the ranks must share as text."""
@@ -120,7 +119,7 @@ class Options:
             "density": densities[0] if len(set(densities.values())) == 1 else f"{densities} by step",
             "selector": _text(self.selector),
             "memory": f"{type(memory).__name__} {numbers}",
-            "values": self.values,
+            "values": f"{self.values}, {self.rounding}",
             "mean": self.mean,
             "weights": str(self.weights),
             "clip_norm": str(self.clip_norm),

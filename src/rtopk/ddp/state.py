@@ -80,7 +80,7 @@ class State:
                     self.options.selector,
                     self.density,
                     self.options.make_memory(),
-                    self.options.codec(layout.fingerprint),
+                    self.options.codec(layout.fingerprint, layout.dense_size),
                     seed,
                     node=self.rank,
                     layout=layout,

@@ -60,6 +60,7 @@ class ProcessRun(Run):
             config.make_density(),
             selector=config.make_selector(),
             memory=config.make_memory,
+            values=config.values,
             mean=config.mean,
             weights=self.weights,
             clip_norm=clip_norm,
