@@ -112,7 +112,7 @@ def reference(
                 selector or RTopK(nodes=nodes),
                 density,
                 memory(),
-                Codec(values, rounding, layout.fingerprint),
+                Codec(values, rounding, layout.fingerprint, fixed=True, dense_size=layout.dense_size),
                 seed=derive(seed, name) if name else seed,
                 node=node,
                 layout=layout,

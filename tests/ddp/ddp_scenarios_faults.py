@@ -175,13 +175,13 @@ def options_differ(at: Place) -> dict[str, Any]:
 
 
 def drift(at: Place) -> dict[str, Any]:
-    """verify_every: one bit of rank 1's weights changes; all ranks stop at the next check."""
+    """verify_every: one of rank 1's weights changes; all ranks stop at the next check."""
     model = net()
     state = rtopk.ddp.register(wrap(model), 0.05, verify_every=3)
     train(state.model, sgd(model), range(4), at.rank)
     if at.rank == 1:
         with torch.no_grad():
-            model[0].weight[0, 0] = torch.nextafter(model[0].weight[0, 0], torch.tensor(9.0))
+            model[0].weight[0, 0] += 1e-4  # one bit might round away in the steps before the check
     said = [attempt(train, state.model, sgd(model), range(s, s + 1), at.rank) for s in (4, 5, 6)]
     return {"said": said, "step": state.step}
 
@@ -299,11 +299,11 @@ def frozen(at: Place) -> dict[str, Any]:
 def failure_on_one_rank(at: Place) -> dict[str, Any]:
     """A selector that breaks on rank 1 in step 1: it raises its error, the others say who."""
 
-    class Breaks(rtopk.TopK):
+    class Breaks:
         def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
             if at.rank == 1 and state.step == 1:
                 raise ZeroDivisionError("broken selector")
-            return super().select(vector, k, rng)
+            return rtopk.top_k(vector, k)
 
         def __repr__(self) -> str:
             return "Breaks()"
