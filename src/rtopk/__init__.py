@@ -4,6 +4,7 @@ The stages, in the order a gradient passes them: memory, selector, codec, transp
 joins the first three.
 """
 
+from rtopk import ddp as ddp  # so that `import rtopk` is enough for rtopk.ddp.register
 from rtopk.aggregate import average, average_sparse
 from rtopk.codec import Codec, PayloadError
 from rtopk.layout import Layout
@@ -12,10 +13,11 @@ from rtopk.schedule import constant, warm_up
 from rtopk.select import RandomK, RTopK, TopK, random_k, rtop_k, top_k
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
-from rtopk.transport import InProcess
+from rtopk.transport import AllGather, InProcess
 
 __version__ = "0.1.0"
 __all__ = [
+    "AllGather",
     "Codec",
     "ErrorFeedback",
     "InProcess",

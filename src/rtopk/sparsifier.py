@@ -58,9 +58,7 @@ class Sparsifier:
         if self.layout is not None and gradient.numel() != self.layout.size:
             raise ValueError(f"gradient must have {self.layout.size} entries, got {gradient.numel()}")
         rng = generator(self.seed, self.node, step)
-        dense_size = self.layout.dense_size if self.layout else 0
-        sparse_size = gradient.numel() - dense_size
-        k = max(1, round(self.density(step) * sparse_size))
+        sparse_size, k = self._split(gradient.numel(), self.density(step))
         search = self.tracker.search(k, sparse_size)
         if search is None:
             accumulated, candidates = self.memory.add(gradient), None  # (d,)
@@ -91,6 +89,16 @@ class Sparsifier:
             torch.cat([head.values, vector[sparse_size:]]),
             vector.numel(),
         )
+
+    def entries(self, size: int, step: int) -> int:
+        """Return how many entries of a vector of this size the payload of this step holds."""
+        sparse_size, k = self._split(size, self.density(step))
+        return k + size - sparse_size
+
+    def _split(self, size: int, density: float) -> tuple[int, int]:
+        """Return how many entries compete, and for how many places."""
+        sparse_size = size - (self.layout.dense_size if self.layout else 0)
+        return sparse_size, max(1, round(density * sparse_size)) if sparse_size else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on: numbers and tensors only."""

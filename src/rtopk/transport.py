@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -30,3 +32,47 @@ class InProcess:
         if len(payloads) != self.nodes:
             raise ValueError(f"expected one payload from each of {self.nodes} nodes, got {len(payloads)}")
         return list(payloads)
+
+
+class AllGather:
+    """One node per process of torch.distributed; the payloads of a round have one size on all ranks.
+
+    One collective per exchange, of a size that every rank knows: Gloo refuses uneven ones. Payloads travel on
+    the device that the backend carries: host memory for Gloo and MPI, the current accelerator for others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.nodes = dist.get_world_size(group)
+        self.local = range(self.rank, self.rank + 1)
+        backend = dist.get_backend(group)
+        host = "gloo" in backend or "mpi" in backend
+        self.device = torch.device("cpu") if host else torch.device("cuda", torch.cuda.current_device())
+
+    def start(self, payload: Tensor) -> "Exchange":
+        """Begin to send this process's payload and to receive everybody's."""
+        payload = payload.to(self.device).contiguous()
+        arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
+        work = dist.all_gather_single(arrived, payload, group=self.group, async_op=True)
+        return Exchange(work, payload, arrived.view(self.nodes, -1))
+
+    def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
+        """Send the payload of this process, return those of all ranks in rank order."""
+        if len(payloads) != 1:
+            raise ValueError(f"expected the one payload of rank {self.rank}, got {len(payloads)}")
+        return self.start(payloads[0]).wait()
+
+
+class Exchange:
+    """A collective under way; keeps its buffers alive."""
+
+    def __init__(self, work: dist.Work, payload: Tensor, arrived: Tensor) -> None:
+        self.work = work
+        self.payload = payload
+        self.arrived = arrived  # (n, bytes)
+
+    def wait(self) -> list[Tensor]:
+        """Return the payloads of all ranks in rank order, once they are here."""
+        self.work.wait()
+        return list(self.arrived.unbind())

@@ -48,7 +48,8 @@ def train(
     """Train once and write a record.
 
     Ctrl-C finishes the round and writes a checkpoint; --resume goes on from it
-    and ends with the same weights, to the bit.
+    and ends with the same weights, to the bit. Under torchrun every process is
+    a node: torchrun --nproc-per-node 4 -m rtopk train --nodes 4.
     """
     options = locals()
     try:
@@ -64,6 +65,7 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool
 
     from rtopk.cli.show import console, errors, make_progress, print_json
     from rtopk.experiments.execute import Interrupted, execute
+    from rtopk.experiments.processes import leads
 
     torch.set_num_threads(threads)
     asked: list[int] = []
@@ -76,6 +78,7 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool
     previous = signal.signal(signal.SIGINT, ask)
     try:
         with make_progress() as progress:
+            progress.disable = not leads()
             bar = progress.add_task(f"{config.task} {config.method}", total=config.rounds)
             record: dict[str, Any] = execute(
                 config,
@@ -89,6 +92,8 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool
         raise typer.Exit(130) from stopped
     finally:
         signal.signal(signal.SIGINT, previous)
+    if not leads():
+        return
     if as_json:
         print_json(record)
         return

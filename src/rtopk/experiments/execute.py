@@ -2,7 +2,8 @@
 
 With a folder, a run writes `events.jsonl` (one line per evaluation, as it happens), `checkpoint.pt` (about
 every half minute and when stopped) and `record.json` (at the end). A run that goes on from its checkpoint
-ends with the same weights, to the bit, as one that was never stopped.
+ends with the same weights, to the bit, as one that was never stopped. Under torchrun every process holds one
+node, and the first one writes.
 """
 
 import io
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from rtopk.experiments.config import Config
+from rtopk.experiments.processes import ProcessRun, launched
 from rtopk.experiments.records import Record, append, digest, environment, write_atomically
 from rtopk.experiments.train import Run
 
@@ -43,12 +45,12 @@ def execute(
         raise ValueError(
             f"{folder} holds a run already; add --resume to go on with it, or choose another folder"
         )
-    run = Run(config)
+    run = ProcessRun(config) if launched() else Run(config)
     curve: list[dict[str, float]] = []
     seconds = 0.0
     if folder is not None and resume and (folder / "checkpoint.pt").exists():
         curve, seconds = _load(folder / "checkpoint.pt", run)
-    if folder is not None:  # events after the checkpoint will be lived through again
+    if folder is not None and run.leads:  # events after the checkpoint will be lived through again
         write_atomically(folder / "events.jsonl", "".join(json.dumps(p) + "\n" for p in curve).encode())
     started = saved = time.monotonic()
     while run.round < config.rounds:
@@ -56,11 +58,11 @@ def execute(
         now = time.monotonic()
         if run.round % config.evaluate_every == 0 or run.round == config.rounds:
             curve.append(_point(run, seconds + now - started))
-            if folder is not None:
+            if folder is not None and run.leads:
                 append(folder / "events.jsonl", curve[-1])
         on_round(run)
-        stop = should_stop()
-        if folder is not None and (stop or now - saved > CHECKPOINT_SECONDS):
+        stop, late = run.anyone(should_stop(), now - saved > CHECKPOINT_SECONDS)
+        if folder is not None and (stop or late):
             _save(folder / "checkpoint.pt", run, curve, seconds + now - started)
             saved = now
         if stop:
@@ -69,7 +71,8 @@ def execute(
     record = _record(run, curve, seconds)
     if folder is not None:
         _save(folder / "checkpoint.pt", run, curve, seconds)
-        write_atomically(folder / "record.json", json.dumps(record, indent=1).encode())
+        if run.leads:
+            write_atomically(folder / "record.json", json.dumps(record, indent=1).encode())
     return record
 
 
@@ -107,9 +110,11 @@ def _record(run: Run, curve: list[dict[str, float]], seconds: float) -> Record:
 
 
 def _save(path: Path, run: Run, curve: list[dict[str, float]], seconds: float) -> None:
-    buffer = io.BytesIO()
-    torch.save({"run": run.state_dict(), "curve": curve, "seconds": seconds}, buffer)
-    write_atomically(path, buffer.getvalue())
+    state = run.state_dict()  # under torchrun every process has a part in it
+    if run.leads:
+        buffer = io.BytesIO()
+        torch.save({"run": state, "curve": curve, "seconds": seconds}, buffer)
+        write_atomically(path, buffer.getvalue())
 
 
 def _load(path: Path, run: Run) -> tuple[list[dict[str, float]], float]:

@@ -51,6 +51,15 @@ class Run:
         self.received = 0
         self.loss = math.nan  # of the last round, mean over the local nodes
 
+    @property
+    def leads(self) -> bool:
+        """Say whether this process writes files and talks."""
+        return True
+
+    def anyone(self, *wishes: bool) -> list[bool]:
+        """Say of each wish whether any process has it, so that all act alike."""
+        return list(wishes)
+
     def advance(self) -> None:
         """Do one round."""
         config = self.config

@@ -1,0 +1,127 @@
+"""One line for PyTorch DDP: `rtopk.ddp.register(ddp_model, density=0.001)`.
+
+From then on backward exchanges rTop-k payloads instead of whole gradients; what is not sent waits in a
+residual and is sent later. Nothing else in the training loop changes. See docs/ddp.md.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations by identity.
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rtopk import layout
+from rtopk.aggregate import Mean
+from rtopk.ddp.checkpoint import StateError
+from rtopk.ddp.control import GradientNotFinite, RanksDisagree
+from rtopk.ddp.optimizers import refuse_momentum, watch
+from rtopk.ddp.options import Counts, OnNonFinite, Options, Scope, compare
+from rtopk.ddp.refusals import refuse, unwrap
+from rtopk.ddp.rounds import take
+from rtopk.ddp.state import Scaler, State
+from rtopk.ddp.stats import Stats
+from rtopk.memory import Memory
+from rtopk.schedule import Schedule
+from rtopk.select import Selector
+from rtopk.transport import AllGather
+
+__all__ = [
+    "GradientNotFinite",
+    "RanksDisagree",
+    "State",
+    "StateError",
+    "Stats",
+    "hook",
+    "register",
+]
+
+
+def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Exchange a bucket; what DDP calls."""
+    return take(state, bucket)
+
+
+def register(
+    model: nn.Module,
+    density: float | Schedule = 0.001,
+    *,
+    selector: Selector | None = None,
+    memory: str | Callable[[], Memory] = "error_feedback",
+    values: str = "fp32",
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    mean: Mean = "nodes",
+    weights: Sequence[float] | None = None,
+    clip_norm: float | None = None,
+    scope: Scope = "global",
+    dense: layout.DenseRule = layout.one_dimensional,
+    dense_steps: int = 0,
+    counts: Counts = "steps",
+    seed: int = 0,
+    verify_every: int = 0,
+    on_nonfinite: OnNonFinite = "skip",
+    max_skips: int = 50,
+    scaler: Scaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    attach: bool = True,
+) -> State:
+    """Make a DDP model exchange rTop-k payloads; every rank calls it, with the same options.
+
+    density: share of the entries that is sent, or a schedule such as rtopk.warm_up.
+    selector: who is sent; RTopK(nodes=world size) by default, so r = world size times k.
+    memory: "error_feedback", "momentum_correction", "none", or a function that makes a memory.
+    values: how values travel: "fp32" as they are, or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
+    rounding: "nearest", or "stochastic"; what it loses stays in the residual.
+    mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry.
+    weights: the ranks' shares in the mean, for instance their numbers of examples; equal by default.
+    clip_norm: shorten each rank's gradient to this norm before it is added to the memory, as DGC does.
+    scope: "global" selects over the whole model, in one collective at the end of backward; "bucket" selects
+        within each tensor and sends each bucket while backward goes on.
+    dense: which tensors are always sent whole; those of one dimension (biases, norms) by default.
+    dense_steps: send everything for this many steps first; the schedule begins after them.
+    counts: what the schedule counts: steps, or epochs as told by state.set_epoch.
+    verify_every: compare a hash of the weights between ranks every so many steps; 0 is never.
+    on_nonfinite: if a rank's gradient has NaN or Inf, "skip" the step on all ranks or "raise" on all.
+    max_skips: raise when so many rounds in a row had to be skipped.
+    scaler: the GradScaler of the loop, if it has one.
+    optimizer: if given, checked now rather than in its first step.
+    attach: hand the hook to DDP; False leaves it to a framework that does so itself.
+    """
+    ddp = unwrap(model)
+    transport = AllGather(ddp.process_group)
+    refusal: Exception | None = None
+    description: dict[str, str] = {}
+    try:
+        refuse(ddp, attach)
+        options = Options.check(
+            transport.nodes,
+            density,
+            selector,
+            memory,
+            values=values,
+            rounding=rounding,
+            mean=mean,
+            weights=None if weights is None else tuple(map(float, weights)),
+            clip_norm=clip_norm,
+            scope=scope,
+            dense=dense,
+            dense_steps=dense_steps,
+            counts=counts,
+            seed=seed,
+            verify_every=verify_every,
+            on_nonfinite=on_nonfinite,
+            max_skips=max_skips,
+        )
+        state = State(ddp, options, transport, scaler)
+        if optimizer is not None and state.corrects_momentum:
+            refuse_momentum(optimizer, state)
+        description = {**options.describe(), "parameters": f"layout {state.layout.fingerprint:016x}"}
+    except Exception as error:
+        refusal = error
+    compare(transport, description, refusal)
+    watch(state)
+    if attach:
+        ddp.register_comm_hook(state, hook)
+    return state

@@ -1,0 +1,232 @@
+"""States on disk: one file per rank, replaced in one stroke, with a checksum; and a change of the world size.
+
+A residual belongs to its rank: rank 0's file is not everybody's. Where the number of ranks changes from n to
+m, the mean over ranks makes the model receive 1/n of the residuals' sum from the old job and 1/m from the new
+one; so rank j of the new job takes (m / n) times the sum of the old ranks j, j + m, j + 2m, ...
+"""
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rtopk.ddp.state import State
+
+FORMAT = 1
+MAGIC = b"rtopk-state-1\n"
+DIGEST = 32  # bytes of blake2b
+NAME = re.compile(r"rtopk-rank(\d+)-of-(\d+)\.state")
+KEYS = {"format", "rank", "world_size", "fingerprint", "seed", "step", "epoch", "memory"}
+
+
+class StateError(ValueError):
+    """A saved state cannot be used here; the message says why."""
+
+
+def file_name(rank: int, world_size: int) -> str:
+    """Name a rank's file."""
+    return f"rtopk-rank{rank}-of-{world_size}.state"
+
+
+def save(state: Mapping[str, Any], directory: Path) -> Path:
+    """Write one rank's state so that a reader sees the old file or the new one, never half of one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / file_name(state["rank"], state["world_size"])
+    raw = pack(state)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a file of `save`; StateError if it is truncated, altered or something else."""
+    try:
+        return unpack(path.read_bytes())
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from None
+
+
+def pack(state: Mapping[str, Any]) -> bytes:
+    """Write a state as bytes: magic, checksum, torch.save."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    body = buffer.getvalue()
+    return MAGIC + hashlib.blake2b(body, digest_size=DIGEST).digest() + body
+
+
+def unpack(raw: bytes) -> dict[str, Any]:
+    """Read the bytes of `pack`, every claim checked."""
+    start = len(MAGIC) + DIGEST
+    if not raw.startswith(MAGIC):
+        raise StateError("not a file of residuals written by rtopk")
+    if hashlib.blake2b(raw[start:], digest_size=DIGEST).digest() != raw[len(MAGIC) : start]:
+        raise StateError(
+            f"truncated or damaged ({len(raw)} bytes, checksum is wrong); use an older checkpoint"
+        )
+    state: dict[str, Any] = torch.load(io.BytesIO(raw[start:]), weights_only=True, map_location="cpu")
+    return state
+
+
+def fits(state: Mapping[str, Any], own: "State", *, any_rank: bool = False) -> None:
+    """Raise StateError unless a state is of this model and seed and, unless `any_rank`, of this rank."""
+    missing = KEYS - set(state)
+    if missing or state["format"] != FORMAT:
+        raise StateError(
+            f"not a state of format {FORMAT}: format {state.get('format')}, missing {sorted(missing)}"
+        )
+    fingerprint = f"{own.layout.fingerprint:016x}"
+    if state["fingerprint"] != fingerprint:
+        raise StateError(
+            f"the state is of another model: layout {state['fingerprint']}, this one has {fingerprint} "
+            "(names, shapes, what is trainable and what is sent dense must be the same)"
+        )
+    if state["seed"] != own.options.seed:
+        raise StateError(f"the state is of seed {state['seed']}, this job has seed {own.options.seed}")
+    if any_rank:
+        return
+    if state["world_size"] != own.world_size:
+        raise StateError(
+            f"the state is of {state['world_size']} ranks, this job has {own.world_size}; "
+            "use load(directory), which hands residuals over to another number of ranks"
+        )
+    if state["rank"] != own.rank:
+        raise StateError(
+            f"the state is rank {state['rank']}'s, this is rank {own.rank}; residuals belong to their rank, "
+            "load each rank's own"
+        )
+
+
+def load(own: "State", directory: Path) -> None:
+    """Continue from a directory on all ranks, or raise on all of them."""
+    refusal, step = "", -1
+    try:
+        states, step = _own_share(own, directory)
+        state = redistribute(states, own.rank, own.world_size)
+        own.fit(state)
+    except (ValueError, KeyError, OSError) as error:
+        refusal = str(error)
+    # No rank may go on where another could not, or from another step.
+    word = torch.tensor([step, len(refusal) > 0], dtype=torch.int64).view(torch.uint8)
+    said = [message.view(torch.int64).tolist() for message in own.transport.exchange([word])]
+    if refusal:
+        raise StateError(refusal)
+    refused = [rank for rank, (_, failed) in enumerate(said) if failed]
+    if refused:
+        raise StateError(
+            f"rank {', '.join(map(str, refused))} could not read its state from {directory}; see its error"
+        )
+    if len({step for step, _ in said}) > 1:
+        steps = ", ".join(f"step {step} on rank {rank}" for rank, (step, _) in enumerate(said))
+        raise StateError(f"{directory} holds states of different steps ({steps}); use an older checkpoint")
+    own.load_state_dict(state)
+
+
+def _own_share(own: "State", directory: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the old ranks' states that this rank goes on from, and their step."""
+    found: dict[int, set[int]] = {}
+    for path in directory.glob("rtopk-rank*"):
+        if match := NAME.fullmatch(path.name):
+            found.setdefault(int(match[2]), set()).add(int(match[1]))
+    complete = [size for size, ranks in found.items() if ranks == set(range(size))]
+    if not complete:
+        have = {size: sorted(ranks) for size, ranks in found.items()} or "none"
+        raise StateError(f"{directory} holds no complete set of states (files of ranks: {have})")
+    sets = {size: read(directory / file_name(own.rank % size, size)) for size in complete}
+    size = max(complete, key=lambda size: (sets[size]["step"], size == own.world_size))
+    states = [read(directory / file_name(rank, size)) for rank in range(own.rank, size, own.world_size)]
+    for state in states or [sets[size]]:
+        fits(state, own, any_rank=True)
+    if not states:  # a rank that the old job did not have: it begins with nothing, from the same step
+        empty = sets[size]
+        zeros = {
+            kind: {n: torch.zeros_like(t) for n, t in by.items()} for kind, by in empty["memory"].items()
+        }
+        states = [{**empty, "memory": zeros}]
+    if len({state["step"] for state in states}) > 1:
+        raise StateError(
+            f"{directory} holds states of different steps: {[state['step'] for state in states]}"
+        )
+    return states, int(states[0]["step"])
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Join the states of old ranks into the one of a new rank; what the model will receive stays the same."""
+    first = states[0]
+    if first["world_size"] == world_size:
+        if first["rank"] != rank:
+            raise StateError(f"the file of rank {rank} holds the state of rank {first['rank']}")
+        return dict(first)
+    factor = world_size / first["world_size"]
+    memory: dict[str, dict[str, Tensor]] = {
+        kind: {
+            name: factor * torch.stack([state["memory"][kind][name] for state in states]).sum(0)
+            for name in tensors
+        }
+        for kind, tensors in first["memory"].items()
+    }
+    return {**first, "rank": rank, "world_size": world_size, "memory": memory}
+
+
+def gather(own: "State") -> list[dict[str, Any]] | None:
+    """Bring the states of all ranks to rank 0, for frameworks that write one file; None on the others."""
+    raw = torch.frombuffer(bytearray(pack(own.state_dict())), dtype=torch.uint8)
+    size = torch.tensor([raw.numel()]).view(torch.uint8)
+    sizes = [int(message.view(torch.int64)) for message in own.transport.exchange([size])]
+    device, group = own.transport.device, own.transport.group
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: raw.numel()] = raw.to(device)
+    arrived = [torch.empty_like(padded) for _ in sizes] if own.rank == 0 else None
+    dist.gather(padded, arrived, group=group, group_dst=0)
+    if arrived is None:
+        return None
+    return [unpack(bytes(part[:size].cpu().numpy())) for part, size in zip(arrived, sizes, strict=True)]
+
+
+def scatter(own: "State", states: Sequence[Mapping[str, Any]]) -> None:
+    """Continue from the states of all ranks of a job, which every rank holds."""
+    mine = states[own.rank :: own.world_size]
+    if not mine:
+        memory = {
+            kind: {n: torch.zeros_like(t) for n, t in by.items()} for kind, by in states[0]["memory"].items()
+        }
+        mine = [{**states[0], "memory": memory}]
+    for state in mine:
+        fits(state, own, any_rank=True)
+    own.load_state_dict(redistribute(mine, own.rank, own.world_size))
+
+
+class Sharded:
+    """A state whose keys carry the rank.
+
+    torch.distributed.checkpoint takes tensors under the same key on several ranks for copies of each other
+    and keeps one; residuals are not.
+    """
+
+    def __init__(self, state: "State") -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state under this rank's key."""
+        return {self._key: self.state.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's part."""
+        if self._key not in state:
+            raise StateError(f"the checkpoint holds nothing for {self._key}; it has {sorted(state)}")
+        self.state.load_state_dict(state[self._key])
+
+    @property
+    def _key(self) -> str:
+        return f"rank{self.state.rank}-of-{self.state.world_size}"

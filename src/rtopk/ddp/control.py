@@ -1,0 +1,86 @@
+"""The 40 bytes in front of every message: is this rank well, and are the ranks still at the same point?
+
+A rank that cannot send (its gradient is not finite) says so here, in a message of the usual size, so that all
+ranks learn it from the one collective of the step and act alike. The header also carries the step, the loss
+scale and, every `verify_every` steps, a hash of the weights.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEADER = struct.Struct("<4sBxxxIxxxxQdQ")  # magic, status, tensor, step, scale, weights
+MAGIC = b"rTdd"
+FINE, NOT_FINITE, FAILED = range(3)
+SIZE = HEADER.size
+
+
+class RanksDisagree(RuntimeError):  # noqa: N818 -- says what happened
+    """The ranks are not at the same step, scale or weights."""
+
+
+class GradientNotFinite(RuntimeError):  # noqa: N818 -- says what happened
+    """A rank's gradient holds NaN or Inf, and the options say to stop or there were too many in a row."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """What one rank says about itself in one message."""
+
+    step: int
+    status: int = FINE
+    tensor: int = 0  # the parameter that is not finite, by its place in the layout
+    scale: float = 1.0
+    weights: int = 0  # hash of the weights, 0 in steps without verification
+
+    def pack(self) -> Tensor:
+        """Write the header, (40,) uint8."""
+        raw = HEADER.pack(MAGIC, self.status, self.tensor, self.step, self.scale, self.weights)
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, message: Tensor) -> "Control":
+        """Read the header of a message."""
+        magic, status, tensor, step, scale, weights = HEADER.unpack(bytes(message[:SIZE].tolist()))
+        if magic != MAGIC:
+            raise RanksDisagree(
+                f"a message starts with {magic!r} instead of {MAGIC!r}: another collective is mixed into "
+                "this one; issue collectives in the same order on all ranks"
+            )
+        return cls(step, status, tensor, scale, weights)
+
+
+def agree(controls: Sequence[Control]) -> None:
+    """Raise RanksDisagree unless all ranks are at the same step, scale and weights."""
+    for name, meaning in (
+        ("step", "one rank went backward more often than another; resume all ranks from one checkpoint"),
+        ("scale", "the ranks' GradScalers moved apart; resume all ranks from one checkpoint"),
+        ("weights", "the replicas have drifted apart; restart from a checkpoint of before"),
+    ):
+        said = [getattr(control, name) for control in controls]
+        if len(set(said)) > 1:
+            raise RanksDisagree(f"{name} differs between ranks ({by_rank(said)}): {meaning}")
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """Say which ranks hold which value.
+
+    >>> by_rank([3, 4, 3])
+    '3 on rank 0, 2; 4 on rank 1'
+    """
+    ranks: dict[object, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on rank {', '.join(map(str, held))}" for value, held in ranks.items())
+
+
+def hash_weights(tensors: Iterable[Tensor]) -> int:
+    """Hash the bits of tensors to 64 bits, never 0."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") | 1

@@ -1,0 +1,49 @@
+"""What the hook has to say when an optimizer steps, through torch's public hook before every step.
+
+After a skipped round the gradients are NaN on all ranks, as plain DDP would leave them. Taking them away here
+makes the step do nothing: torch's optimizers pass over a parameter without gradient, so neither momentum nor
+weight decay moves it. And an optimizer with momentum of its own is refused beside momentum correction.
+"""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from rtopk.ddp.state import State
+
+_states: "weakref.WeakSet[State]" = weakref.WeakSet()
+_installed: list[Any] = []
+
+
+def watch(state: "State") -> None:
+    """Let this state act before optimizer steps for as long as it lives."""
+    _states.add(state)
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for state in list(_states):
+        if state.skipping:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if state.owns(parameter):
+                        parameter.grad = None
+        if state.corrects_momentum:
+            refuse_momentum(optimizer, state)
+
+
+def refuse_momentum(optimizer: Optimizer, state: "State") -> None:
+    """Raise ValueError if the optimizer adds momentum to gradients that carry it already."""
+    for group in optimizer.param_groups:
+        if not any(state.owns(parameter) for parameter in group["params"]):
+            continue
+        if group.get("momentum") or "betas" in group:
+            has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
+            raise ValueError(
+                f"MomentumCorrection puts momentum into the gradients, and {type(optimizer).__name__} "
+                f"has {has}: it would act twice; use SGD with momentum=0, or memory='error_feedback'"
+            )

@@ -1,0 +1,79 @@
+"""What cannot work together with the hook, refused at registration with the reason."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def unwrap(model: nn.Module) -> DistributedDataParallel:
+    """Return the DDP module of what the user holds: itself, or what torch.compile made of it."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        raise TypeError(
+            f"model must be a DistributedDataParallel, got {type(inner).__name__}; "
+            "wrap it first: DistributedDataParallel(model)"
+        )
+    return inner
+
+
+def trainable(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters that DDP reduces, by their names in the plain model."""
+    ignored = model.parameters_to_ignore
+    return {
+        name.replace("_orig_mod.", ""): parameter  # torch.compile puts this in; a state must not depend on it
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
+def refuse(model: DistributedDataParallel, attach: bool = True) -> None:
+    """Raise ValueError if this DDP model cannot be served."""
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ValueError(
+            "DDP's own mixed_precision= installs a communication hook of its own; "
+            "use torch.amp.autocast instead"
+        )
+    if attach and model._comm_hooks:
+        raise ValueError(
+            "this model has a communication hook already, and DDP allows one; wrap the module in a new "
+            "DistributedDataParallel first"
+        )
+    parameters = trainable(model)
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{name} is {parameter.dtype}; only real floating-point parameters are supported"
+            )
+        if parameter.is_sparse or not parameter.numel():
+            raise ValueError(f"{name} is sparse or empty; only dense parameters with entries are supported")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"parameters lie on {sorted(map(str, devices))}; one device per process is supported"
+        )
+    for name, module in model.module.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ValueError(
+                f"{name} makes sparse gradients; create it with sparse=False: few entries are sent anyway"
+            )
+
+
+def refuse_join(model: DistributedDataParallel) -> None:
+    """Raise RuntimeError inside `model.join()`: it shadows the hook's collective with an all-reduce."""
+    if model._join_config.enable:
+        raise RuntimeError(
+            "DDP's join() (uneven inputs) does not run communication hooks on ranks that are done, so the "
+            "others would wait for ever; give all ranks the same number of batches"
+        )
+
+
+def joint_dtype(parameters: dict[str, Tensor]) -> torch.dtype:
+    """Return the dtype of residuals: at least fp32."""
+    dtype = torch.float32
+    for parameter in parameters.values():
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype

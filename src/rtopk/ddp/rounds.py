@@ -1,0 +1,190 @@
+"""One round of exchange: from DDP's buckets to messages, and back.
+
+A round collects the gradients of all buckets, sends one message (scope "global", at the last bucket) or one
+per bucket (scope "bucket", at once, while backward goes on), and ends at the last bucket: all ranks then know
+everything, and either all take the step or all skip it. Earlier buckets get an open Future that is completed
+there. Every collective is issued in the hook's body, in the order of the buckets, the same on all ranks.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rtopk.codec import PayloadError
+from rtopk.ddp import control
+from rtopk.ddp.control import Control, GradientNotFinite
+from rtopk.ddp.group import Group
+from rtopk.ddp.refusals import refuse_join
+from rtopk.transport import Exchange
+
+if TYPE_CHECKING:
+    from rtopk.ddp.state import State
+
+log = logging.getLogger("rtopk")
+
+
+@dataclass
+class Message:
+    """A message under way: the payloads of some groups, one after the other."""
+
+    groups: list[Group]
+    sizes: list[int]  # bytes of each group's payload
+    exchange: Exchange
+
+
+@dataclass
+class Round:
+    """What has been taken and sent so far."""
+
+    scale: float
+    buckets: list[tuple["torch.futures.Future[Tensor]", Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # views of the buckets, by parameter
+    messages: list[Message] = field(default_factory=list)
+    selection_seconds: float = 0.0
+    failure: Exception | None = None  # of this rank, to be raised when the others know
+
+
+def take(state: "State", bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":  # type: ignore[name-defined]
+    """Take a bucket's gradients, send what is ready, and end the round with the last bucket."""
+    if bucket.index() == 0 or state.round is None:
+        refuse_join(state.model)
+        state.round = Round(state.scale)
+    this = state.round
+    buffer: Tensor = bucket.buffer()
+    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    this.buckets.append((future, buffer))
+    views = _views(state, bucket.parameters(), buffer)
+    this.gradients.update(views)
+    for name, gradient in views.items():
+        state.group_of[name].put(name, gradient)
+    if state.options.scope == "bucket":
+        _send(state, this, [state.group_of[name] for name in views])
+    if bucket.is_last():
+        state.round = None
+        if state.options.scope == "global":
+            _send(state, this, state.groups)
+        _finish(state, this)
+    return future
+
+
+def _views(state: "State", parameters: Iterable[Tensor], buffer: Tensor) -> dict[str, Tensor]:
+    """Split a bucket by parameter; each lies in it in the memory order of the parameter itself."""
+    views, offset = {}, buffer.storage_offset()
+    for parameter in parameters:
+        views[state.names[id(parameter)]] = buffer.as_strided(parameter.shape, parameter.stride(), offset)
+        offset += parameter.numel()
+    return views
+
+
+def _send(state: "State", this: Round, groups: list[Group]) -> None:
+    started = time.perf_counter()
+    idle = set() if state.used is None else set(state.parameters) - state.used
+    status, culprit = control.FINE, 0
+    try:
+        payloads = [group.compress(state.step, this.scale, idle, state.options.clip_norm) for group in groups]
+    except Exception as error:
+        # Whatever it is, the others wait for a message of this size: tell them there.
+        name = next((name for group in groups if (name := group.culprit())), None)
+        if name is None:
+            this.failure = error
+        status = control.FAILED if name is None else control.NOT_FINITE
+        culprit = 0 if name is None else state.layout.names.index(name)
+        payloads = [group.blank(state.step) for group in groups]
+    weights = 0
+    every = state.options.verify_every
+    if every and state.step % every == 0 and not this.messages:
+        weights = control.hash_weights(state.parameters.values())
+    header = Control(state.step, status, culprit, this.scale, weights).pack()
+    message = torch.cat([header.to(payloads[0].device), *payloads])
+    this.selection_seconds += time.perf_counter() - started
+    sizes = [payload.numel() for payload in payloads]
+    this.messages.append(Message(groups, sizes, state.transport.start(message)))
+
+
+def _finish(state: "State", this: Round) -> None:
+    started = time.perf_counter()
+    try:
+        arrived = [message.exchange.wait() for message in this.messages]  # [message][rank]
+        waited = time.perf_counter() - started
+        refusal = _judge(state, this, arrived)
+        if refusal:
+            _skip(state, this, refusal)
+        else:
+            _average(state, this, arrived)
+    except Exception:
+        for group in state.groups:
+            group.rollback()
+        raise
+    if state.used is not None:
+        state.used.clear()
+    sent = sum(message.exchange.payload.numel() for message in this.messages)
+    state.measure(
+        bytes_sent=sent,
+        bytes_received=sum(message.numel() for ranks in arrived for message in ranks) - sent,
+        selection_seconds=this.selection_seconds,
+        exchange_seconds=waited,
+        averaging_seconds=time.perf_counter() - started - waited,
+    )
+    for future, buffer in this.buckets:
+        future.set_result(buffer)
+
+
+def _judge(state: "State", this: Round, arrived: list[list[Tensor]]) -> str:
+    """Return why this round must be skipped, or nothing; raise if the ranks cannot go on."""
+    if this.failure is not None:
+        raise this.failure
+    reasons = []
+    for ranks in arrived:
+        controls = [Control.unpack(message) for message in ranks]
+        control.agree(controls)
+        for rank, said in enumerate(controls):
+            if said.status == control.FAILED:
+                raise RuntimeError(f"rank {rank} failed to compress in step {state.step}; see its error")
+            if said.status == control.NOT_FINITE:
+                name = state.layout.names[said.tensor]
+                reasons.append(f"the gradient of {name} is not finite on rank {rank}")
+    return "; ".join(reasons)
+
+
+def _skip(state: "State", this: Round, refusal: str) -> None:
+    state.refusal = f"step {state.step}: {refusal}"
+    if state.options.on_nonfinite == "raise":
+        raise GradientNotFinite(f"{state.refusal}; nothing was changed on any rank")
+    state.skips_in_a_row += 1
+    if state.skips_in_a_row >= state.options.max_skips:
+        raise GradientNotFinite(
+            f"{state.refusal}; {state.skips_in_a_row} rounds in a row could not be used, and max_skips is "
+            f"{state.options.max_skips}; nothing was changed on any rank"
+        )
+    for group in state.groups:
+        group.rollback()
+    for gradient in this.gradients.values():
+        gradient.fill_(float("nan"))  # what plain DDP would hand on; GradScaler counts on it
+    state.skipped += 1
+    state.skipping = True
+    log.warning("all ranks skip this step. %s", state.refusal)
+
+
+def _average(state: "State", this: Round, arrived: list[list[Tensor]]) -> None:
+    for message, ranks in zip(this.messages, arrived, strict=True):
+        begin = control.SIZE
+        for group, size in zip(message.groups, message.sizes, strict=True):
+            payloads = [payload[begin : begin + size] for payload in ranks]
+            begin += size
+            try:
+                mean = group.mean(payloads, state.options.mean, state.options.weights)
+            except PayloadError as error:
+                raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
+            group.write(mean, this.scale, this.gradients)
+    for group in state.groups:
+        group.commit()
+    state.step += 1
+    state.skipping = False
+    state.skips_in_a_row = 0

@@ -1,0 +1,67 @@
+"""Launches that many tests share: each runs once a session, also under pytest-xdist."""
+
+from pathlib import Path
+
+import ddp_scenarios_exact as exact
+import ddp_scenarios_faults as faults
+import ddp_scenarios_resume as resume
+import ddp_scenarios_train as loop
+import pytest
+from ddp_launch import Results, launch
+
+PAIR = [
+    exact.equals_reference,
+    exact.buckets_are_rebuilt,
+    exact.dense_phase_is_plain_ddp,
+    exact.ddp_options,
+    exact.accumulation,
+    exact.memory_formats,
+    exact.half_precision,
+    exact.one_process,
+    exact.two_models,
+    exact.compiled,
+    exact.every_coordinate,
+    exact.epochs,
+    faults.not_finite,
+    faults.not_finite_stops,
+    faults.grad_scaler,
+    faults.autocast,
+    faults.options_differ,
+    faults.drift,
+    faults.refused,
+    faults.unused,
+    faults.frozen,
+    faults.failure_on_one_rank,
+    faults.tensorboard,
+    resume.first_half,
+    resume.switch_scope,
+    resume.does_not_fit,
+    resume.distributed_checkpoint,
+    loop.same_as_in_one_process,
+    loop.stops_and_resumes,
+]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder that all pytest workers of this session share."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if hasattr(request.config, "workerinput") else base) / "ddp"
+
+
+@pytest.fixture(scope="session")
+def pair(shared: Path) -> Results:
+    """What two ranks found."""
+    return launch(shared, "pair", 2, PAIR)
+
+
+@pytest.fixture(scope="session")
+def fresh(shared: Path, pair: Results) -> Results:
+    """What two fresh ranks found that went on from files of the first two."""
+    return launch(shared, "fresh", 2, [resume.second_half])
+
+
+@pytest.fixture(scope="session")
+def four(shared: Path) -> Results:
+    """What four ranks found."""
+    return launch(shared, "four", 4, [resume.elastic])

@@ -1,0 +1,103 @@
+"""Scenarios with the real Lightning and Accelerate."""
+
+import importlib.util
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from ddp_parts import bits
+from ddp_scenarios_faults import attempt
+from ddp_worker import Place
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _as_under_torchrun(at: Place) -> None:
+    os.environ.update(
+        RANK=str(at.rank),
+        LOCAL_RANK=str(at.rank),
+        WORLD_SIZE=str(at.world),
+        LOCAL_WORLD_SIZE=str(at.world),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="test",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29511",
+        ACCELERATE_USE_CPU="true",
+    )
+
+
+def lightning(at: Place) -> dict[str, Any]:
+    """Two epochs of eight steps at once, and one and one through a checkpoint of Lightning."""
+    warnings.simplefilter("ignore")  # Lightning's own
+    _as_under_torchrun(at)
+    made = example("with_lightning")
+    folder = at.folder / "lightning"
+
+    def fit(epochs: int, checkpoint: Path | None = None) -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        network = made.Network()
+        trainer, rtop_k = made.trainer(folder, epochs)
+        trainer.fit(network, made.loader(), ckpt_path=checkpoint)
+        return network, trainer, rtop_k
+
+    whole, _, undisturbed = fit(2)
+    _, trainer, first = fit(1)
+    saved = folder / "one.ckpt"
+    trainer.save_checkpoint(saved)
+    residual = bits(first.state.state_dict()["memory"])
+    resumed, _, second = fit(2, saved)
+    forgetful = made.RTopKCallback.load_state_dict
+    made.RTopKCallback.load_state_dict = lambda self, state: None
+    without, _, _ = fit(2, saved)
+    made.RTopKCallback.load_state_dict = forgetful
+
+    from lightning.pytorch import Trainer
+
+    from rtopk.adapters.lightning import RTopKCallback
+
+    plain = Trainer(
+        accelerator="cpu", devices=at.world, strategy="ddp", max_steps=1, callbacks=[RTopKCallback(0.01)],
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        default_root_dir=folder,
+    )  # fmt: skip
+    said = attempt(plain.fit, made.Network(), made.loader())
+    return {
+        "whole": bits(whole),
+        "resumed": bits(resumed),
+        "without": bits(without),
+        "residual": residual,
+        "states": [bits(undisturbed.state.state_dict()), bits(second.state.state_dict())],
+        "steps": [undisturbed.state.step, second.state.step],
+        "sent": second.state.stats.bytes_sent,
+        "callback_alone": said,
+    }
+
+
+def accelerate(at: Place) -> dict[str, Any]:
+    """The example saves with save_state, goes on, and goes on again from load_state."""
+    warnings.simplefilter("ignore")  # Accelerate's own
+    _as_under_torchrun(at)
+    import torch.distributed as dist
+
+    module = example("with_accelerate")
+    printed: list[str] = []
+    module.print = printed.append
+    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda *args: None
+    sys.argv = ["with_accelerate", "--folder", str(at.folder / "accelerate")]
+    try:
+        module.main()
+    finally:
+        dist.destroy_process_group = destroy
+    files = sorted(path.name for path in (at.folder / "accelerate" / "checkpoint" / "rtopk").iterdir())
+    return {"printed": printed, "files": files}

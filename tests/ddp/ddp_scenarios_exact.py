@@ -1,0 +1,280 @@
+"""Scenarios about exactness: the hook against the reference, in every combination DDP allows."""
+
+import itertools
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_parts import batch, bits, gap, loss_of, net, reference, sgd, train, wrap
+from ddp_worker import Place
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+
+import rtopk
+from rtopk import MomentumCorrection, NoMemory, RandomK, TopK
+
+STEPS = 5  # DDP rebuilds its buckets after the first
+
+
+def equals_reference(at: Place) -> dict[str, Any]:
+    variants: dict[str, dict[str, Any]] = {
+        "global": {},
+        "bucket": {"scope": "bucket"},
+        "top_k": {"selector": TopK()},
+        "random_k": {"selector": RandomK()},
+        "no_memory": {"memory": NoMemory},
+        "momentum_correction": {"memory": lambda: MomentumCorrection(0.9, clip_norm=1.0, nodes=at.world)},
+        "momentum_bucket": {"memory": MomentumCorrection, "scope": "bucket"},
+        "received": {"mean": "received"},
+        "received_bucket": {"mean": "received", "scope": "bucket"},
+        "seed": {"seed": 3},
+        "int8": {"values": "int8"},
+        "4bit_bucket": {"values": "4bit", "rounding": "stochastic", "scope": "bucket"},
+        "half_of_all": {"density": 0.5},  # averaged by the dense way
+        "schedule": {"density": rtopk.warm_up(0.05, steps=3)},
+    }
+    found: dict[str, Any] = {}
+    for name, options in variants.items():
+        model = net()
+        state = rtopk.ddp.register(wrap(model), **{"density": 0.05, **options})
+        train(state.model, sgd(model), range(STEPS), at.rank)
+        expected = reference(net(), STEPS, at.world, **options)
+        found[name] = [bits(model), bits(expected)]
+    return found
+
+
+def buckets_are_rebuilt(at: Place) -> dict[str, Any]:
+    """Count buckets, collectives and their bytes in every step."""
+    found: dict[str, Any] = {}
+    real = dist.all_gather_single
+    for scope in ("global", "bucket"):
+        buckets: list[int] = []
+        exchanged: list[int] = []
+
+        def counting(state, bucket, seen=buckets):  # type: ignore[no-untyped-def]
+            if bucket.index() == 0:
+                seen.append(0)
+            seen[-1] += 1
+            return rtopk.ddp.hook(state, bucket)
+
+        def gather(out: Tensor, own: Tensor, *, seen: list[int] = exchanged, **how: Any) -> Any:
+            seen.append(own.numel())
+            return real(out, own, **how)
+
+        model = net()
+        ddp = wrap(model)
+        state = rtopk.ddp.register(ddp, 0.05, scope=scope, attach=False)
+        ddp.register_comm_hook(state, counting)
+        dist.all_gather_single = gather
+        try:
+            train(ddp, sgd(model), range(3), at.rank)
+        finally:
+            dist.all_gather_single = real
+        last = exchanged[-buckets[-1] :] if scope == "bucket" else exchanged[-1:]
+        found[scope] = {
+            "buckets": buckets,
+            "collectives": len(exchanged),
+            "last_bytes": sum(last),
+            "sent": state.stats.bytes_sent,
+            "received": state.stats.bytes_received,
+        }
+    return found
+
+
+def dense_phase_is_plain_ddp(at: Place) -> dict[str, Any]:
+    """With density 1 the hook is DDP's own mean: bug 5, DDP does not divide for a hook."""
+    plain, hooked = net(), net()
+    ddp = wrap(plain)
+    train(ddp, sgd(plain), range(3), at.rank)
+    state = rtopk.ddp.register(wrap(hooked), 0.05, dense_steps=3)
+    train(state.model, sgd(hooked), range(3), at.rank)
+    apart = gap(plain, hooked)
+    dense = state.stats.entries
+    train(state.model, sgd(hooked), range(3, 4), at.rank)
+    return {"gap": apart, "dense": dense, "size": state.layout.size, "after": state.stats.entries}
+
+
+def ddp_options(at: Place) -> dict[str, Any]:
+    """static_graph, gradient_as_bucket_view and find_unused_parameters change nothing."""
+    expected = {scope: bits(reference(net(), STEPS, at.world, scope=scope)) for scope in ("global", "bucket")}
+    found = {}
+    choices = ("static_graph", "gradient_as_bucket_view", "find_unused_parameters")
+    for choice, scope in itertools.product(choices, expected):
+        model = net()
+        state = rtopk.ddp.register(wrap(model, **{choice: True}), 0.05, scope=scope)
+        train(state.model, sgd(model), range(STEPS), at.rank)
+        found[f"{choice}, {scope}"] = [bits(model), expected[scope]]
+    return found
+
+
+def accumulation(at: Place) -> dict[str, Any]:
+    """no_sync: the hook sees the sum of the micro-batches, once."""
+
+    def both(model: nn.Module, rank: int, step: int) -> Tensor:
+        return loss_of(model, rank, 2 * step) + loss_of(model, rank, 2 * step + 1)
+
+    model = net()
+    ddp = wrap(model)
+    state = rtopk.ddp.register(ddp, 0.05)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, at.rank, 2 * step).backward()
+        loss_of(ddp, at.rank, 2 * step + 1).backward()
+        optimizer.step()
+    expected = reference(net(), STEPS, at.world, loss=both)
+    return {"gap": gap(model, expected), "rounds": state.step, "weights": bits(model)}
+
+
+def memory_formats(at: Place) -> dict[str, Any]:
+    """A channels_last convolution lies in the bucket in another order than its indices say."""
+
+    def conv() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 2))
+
+    def take(model: nn.Module, rank: int, step: int) -> Tensor:
+        inputs, _ = batch(rank, step)
+        return model(inputs.reshape(-1)[:192].reshape(4, 3, 4, 4)).square().mean()
+
+    # The same numbers in memory order: compare with a contiguous model by tolerance, residuals by name.
+    found: dict[str, Any] = {}
+    weights, residuals = [], []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model = conv().to(memory_format=layout)
+        state = rtopk.ddp.register(wrap(model), 0.05, scope="global")
+        train(state.model, sgd(model), range(STEPS), at.rank, take)
+        weights.append([p.detach().clone() for p in model.parameters()])
+        residuals.append(state.state_dict()["memory"]["residual"]["2.weight"])
+    found["gap"] = max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True))
+    found["residual_gap"] = float((residuals[0] - residuals[1]).abs().max())
+    found["residual"] = float(residuals[0].abs().max())
+    return found
+
+
+def half_precision(at: Place) -> dict[str, Any]:
+    """A model in bf16 with one layer in fp32: residuals are fp32, replicas stay equal."""
+    model = net()
+    for number in (0, 2, 3):
+        model[number].to(torch.bfloat16)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.inner[4](
+                self.inner[3](self.inner[2](self.inner[1](self.inner[0](inputs.bfloat16()))))
+            )
+            return self.inner[5](hidden.float())
+
+    state = rtopk.ddp.register(wrap(Mixed()), 0.05)
+    before = loss_of(state.model, at.rank, 0).item()
+    train(state.model, sgd(model), range(30), at.rank)
+    return {
+        "weights": bits({n: p.float() for n, p in model.named_parameters()}),
+        "dtypes": sorted({str(t.dtype) for t in state.state_dict()["memory"]["residual"].values()}),
+        "loss": [before, loss_of(state.model, at.rank, 0).item()],
+    }
+
+
+def one_process(at: Place) -> dict[str, Any]:
+    """World size 1 is the same code: each rank in a group of its own."""
+    groups = [dist.new_group([rank]) for rank in range(at.world)]
+    model = net()
+    state = rtopk.ddp.register(wrap(model, groups[at.rank]), 0.05)
+    train(state.model, sgd(model), range(STEPS), rank=0)
+    return {
+        "weights": bits(model),
+        "expected": bits(reference(net(), STEPS, 1)),
+        "received": state.stats.bytes_received,
+    }
+
+
+def two_models(at: Place) -> dict[str, Any]:
+    """Two DDP models in one process, one of them with its own options."""
+    one, two = net(0), net(1)
+    first = rtopk.ddp.register(wrap(one), 0.05)
+    second = rtopk.ddp.register(wrap(two), 0.1, scope="bucket")
+    for step in range(STEPS):
+        for model, state in ((one, first), (two, second)):
+            train(state.model, sgd(model), range(step, step + 1), at.rank)
+    return {
+        "one": [bits(one), bits(reference(net(0), STEPS, at.world))],
+        "two": [bits(two), bits(reference(net(1), STEPS, at.world, density=0.1, scope="bucket"))],
+    }
+
+
+def compiled(at: Place) -> dict[str, Any]:
+    """torch.compile inside and outside of DDP; the state has the plain model's names."""
+    warnings.simplefilter("ignore")  # torch.compile's own
+    try:
+        return _compiled(at, "aot_eager")
+    finally:
+        warnings.simplefilter("error")
+
+
+def compiled_by_inductor(at: Place) -> dict[str, Any]:
+    """The same with the real compiler."""
+    warnings.simplefilter("ignore")
+    return _compiled(at, "inductor")
+
+
+def _compiled(at: Place, backend: str) -> dict[str, Any]:
+    inside, outside, plain = net(), net(), net()
+    ddp = DDP(outside)
+    whole = torch.compile(ddp, backend=backend)
+    states = [
+        rtopk.ddp.register(DDP(torch.compile(inside, backend=backend)), 0.05),
+        rtopk.ddp.register(whole, 0.05),
+        rtopk.ddp.register(wrap(plain), 0.05),
+    ]
+    for model, runs, state in zip(
+        (inside, outside, plain), (states[0].model, whole, states[2].model), states, strict=True
+    ):
+        train(runs, sgd(model), range(3), at.rank)
+        assert state.step == 3
+    return {
+        "gaps": [gap(inside, plain), gap(outside, plain)],
+        "weights": bits(inside) + bits(outside),
+        "names": [s.layout.names for s in states],
+    }
+
+
+def every_coordinate(at: Place) -> dict[str, Any]:
+    """A constant gradient at density 0.1: 60 steps send every position several times."""
+    model = nn.Linear(100, 10, bias=False)
+    nn.init.zeros_(model.weight)
+    ddp = wrap(model)
+    state = rtopk.ddp.register(ddp, 0.1)
+    counts = torch.zeros(10, 100)
+    entries = []
+    for _ in range(60):
+        model.weight.grad = None
+        ddp(torch.ones(1, 100)).sum().backward()
+        counts += model.weight.grad != 0
+        entries.append(int((model.weight.grad != 0).sum()))
+    quarters = [int(part.sum()) for part in counts.flatten().chunk(4)]
+    return {
+        "least": int(counts.min()),
+        "quarters": quarters,
+        "entries": [min(entries), max(entries)],
+        "k": 100,
+        "state": state.stats.entries,
+    }
+
+
+def epochs(at: Place) -> dict[str, Any]:
+    """A schedule that counts epochs is told the epoch."""
+    model = net()
+    state = rtopk.ddp.register(wrap(model), rtopk.warm_up(0.01, steps=3), counts="epochs")
+    densities = []
+    for step in range(8):
+        state.set_epoch(step // 2)
+        train(state.model, sgd(model), range(step, step + 1), at.rank)
+        densities.append(state.stats.density)
+    return {"densities": densities, "weights": bits(model)}

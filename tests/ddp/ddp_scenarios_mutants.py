@@ -1,0 +1,93 @@
+"""The known bugs of DDP hooks (DESIGN section 5), put into ours: each runs the scenario whose test must notice."""
+
+from typing import Any
+from unittest import mock
+
+import ddp_scenarios_exact as exact
+import ddp_scenarios_faults as faults
+import ddp_scenarios_resume as resume
+import torch
+from ddp_worker import Place
+
+import rtopk.ddp
+from rtopk import layout, select
+from rtopk.ddp import checkpoint, group, optimizers, rounds, state
+
+
+def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:
+    """Bug 1: state keyed by bucket is gone when DDP rebuilds its buckets."""
+    finish = rounds._finish
+
+    def forget(own: Any, this: Any) -> None:
+        if getattr(own, "seen", len(this.buckets)) != len(this.buckets):
+            for part in own.groups:
+                for tensor in part._tensors().values():
+                    tensor.zero_()
+        own.seen = len(this.buckets)
+        finish(own, this)
+
+    with mock.patch.object(rounds, "_finish", forget):
+        return exact.equals_reference(at)
+
+
+def residuals_of_rank_0_for_all(at: Place) -> dict[str, Any]:
+    """Bugs 2 and 3: every rank goes on from rank 0's file."""
+    resume.first_half(at)
+    torch.distributed.barrier()
+
+    def rank_0(own: Any, directory: Any) -> Any:
+        saved = checkpoint.read(directory / checkpoint.file_name(0, own.world_size))
+        return [{**saved, "rank": own.rank}], saved["step"]
+
+    with mock.patch.object(checkpoint, "_own_share", rank_0):
+        return resume.second_half(at)
+
+
+def sum_instead_of_mean(at: Place) -> dict[str, Any]:
+    """Bug 5: nobody divides by the world size."""
+    average = group.average
+
+    def total(vectors: Any, *how: Any) -> torch.Tensor:
+        return average(vectors, *how) * len(vectors)
+
+    with mock.patch.object(group, "average", total):
+        return exact.dense_phase_is_plain_ddp(at)
+
+
+def unused_parameters_drained(at: Place) -> dict[str, Any]:
+    """Bug 6: the residual of an unused parameter is sent, and DDP throws it away."""
+    with mock.patch.object(state.State, "_watch_use"):
+        return faults.unused(at)
+
+
+def residuals_in_scaled_units(at: Place) -> dict[str, Any]:
+    """Bug 7: the loss scale moves and the residual does not know."""
+    with mock.patch.object(state.State, "scale", 1.0):
+        return faults.grad_scaler(at)
+
+
+def skipped_steps_change_the_residual(at: Place) -> dict[str, Any]:
+    """Bug 7: ranks that were well have taken their gradient in already."""
+    with mock.patch.object(group.Group, "rollback"):
+        return faults.not_finite(at)
+
+
+def momentum_twice(at: Place) -> dict[str, Any]:
+    """Bug 9: momentum correction beside an optimizer with momentum."""
+    with (
+        mock.patch.object(optimizers, "refuse_momentum"),
+        mock.patch.object(rtopk.ddp, "refuse_momentum"),
+    ):
+        return faults.refused(at)
+
+
+def biases_compete(at: Place) -> dict[str, Any]:
+    """Bug 10: biases and norms are sparsified by default."""
+    with mock.patch.dict(rtopk.ddp.register.__kwdefaults__, {"dense": layout.nothing}):
+        return exact.dense_phase_is_plain_ddp(at)
+
+
+def first_k_in_index_order(at: Place) -> dict[str, Any]:
+    """Bug 11: of the r candidates the first k are kept."""
+    with mock.patch.object(select, "draw", lambda r, k, rng: torch.arange(k)):
+        return exact.every_coordinate(at)

@@ -1,0 +1,97 @@
+"""Scenarios with the project's own training loop, one node per process."""
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from ddp_scenarios_faults import attempt
+from ddp_worker import Place
+from torch import nn
+
+from rtopk.experiments.config import Config
+from rtopk.experiments.execute import Interrupted, execute
+from rtopk.experiments.processes import ProcessRun
+from rtopk.experiments.records import digest
+from rtopk.experiments.tasks import Classification
+from rtopk.experiments.train import Run
+from rtopk.seed import generator
+
+SMALL = Config(rounds=12, nodes=2, evaluate_every=4, learning_rate=0.05, density=0.05)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dense": {"method": "dense", "values": "fp16"},
+    "corrected": {"memory": "momentum-correction", "clip_norm": 0.5, "dense_biases": True},
+    "received": {"mean": "received", "weighted": True, "split": "dirichlet", "clip_norm": 0.5, "warm_up": 6},
+}
+
+
+def normed() -> Classification:
+    """A task whose model has buffers and draws in its forward pass."""
+    data = torch.randn(90, 6, generator=generator("data"))
+    targets = (data.sum(1) > 0).long()
+    model = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))  # noqa: E731
+    return Classification((data[:60], targets[:60]), (data[60:], targets[60:]), model)
+
+
+def same_as_in_one_process(at: Place) -> dict[str, Any]:
+    os.environ.update(RANK=str(at.rank), WORLD_SIZE=str(at.world))
+    found: dict[str, Any] = {}
+    for name, options in VARIANTS.items():
+        for task in (None, normed()):
+            config = dataclasses.replace(SMALL, **options)
+            here, there = Run(config, task), ProcessRun(config, task)
+            for _ in range(config.rounds):
+                here.advance()
+                there.advance()
+            scores = [here.evaluate(), there.evaluate()]
+            found[f"{name} {task is None}"] = {
+                "weights": [digest(here.vector()), digest(there.vector())],
+                "scores": scores,
+                "losses": [here.loss, there.loss],
+                "norms": [here.residual_norm(), there.residual_norm()],
+            }
+    return found
+
+
+def stops_and_resumes(at: Place) -> dict[str, Any]:
+    """A run under torchrun is stopped, goes on under torchrun, and goes on in one process."""
+    os.environ.update(RANK=str(at.rank), WORLD_SIZE=str(at.world))
+    folder = at.folder / "train"
+    whole = execute(SMALL)["weights"]
+    seen: list[int] = []
+
+    def stop() -> bool:  # only rank 1 is asked to stop; both do
+        seen.append(1)
+        return at.rank == 1 and len(seen) == 5
+
+    try:
+        execute(SMALL, folder, should_stop=stop)
+        stopped = "not stopped"
+    except Interrupted as interrupted:
+        stopped = str(interrupted)
+    torch.distributed.barrier()
+    alone = ""
+    if at.rank == 0:
+        del os.environ["RANK"]
+        state = torch.load(folder / "checkpoint.pt", weights_only=True)
+        run = Run(SMALL)
+        run.load_state_dict(state["run"])
+        while run.round < SMALL.rounds:
+            run.advance()
+        alone = digest(run.vector())
+        os.environ["RANK"] = "0"
+    torch.distributed.barrier()
+    resumed = execute(SMALL, folder, resume=True)["weights"]
+    torch.distributed.barrier()
+    wrong = attempt(ProcessRun, dataclasses.replace(SMALL, nodes=3))
+    federated = attempt(ProcessRun, dataclasses.replace(SMALL, setting="federated"))
+    return {
+        "whole": whole,
+        "stopped": stopped,
+        "resumed": resumed,
+        "alone": alone,
+        "wrong": wrong,
+        "federated": federated,
+        "files": sorted(path.name for path in folder.iterdir()),
+    }

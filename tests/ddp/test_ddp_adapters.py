@@ -1,0 +1,66 @@
+"""Lightning and Accelerate, the real packages: their checkpoints bring every rank's residuals back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ddp_scenarios_adapters as adapters
+import pytest
+from ddp_launch import Results, clean, environment, launch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="session")
+def frameworks(shared: Path) -> Results:
+    return launch(shared, "frameworks", 2, [adapters.lightning, adapters.accelerate])
+
+
+def test_lightning_resumes_to_the_bit(frameworks: Results) -> None:
+    one, two = clean(frameworks, "lightning")
+    for found in (one, two):
+        assert found["resumed"] == found["whole"]
+        assert found["states"][0] == found["states"][1]
+        assert found["steps"] == [16, 16]
+        assert found["without"] != found["whole"], "the residuals must matter, or this shows nothing"
+        assert found["callback_alone"] == "nothing raised"
+    assert one["whole"] == two["whole"]
+    assert one["residual"] != two["residual"]
+    assert one["sent"] < 26128  # the gradient in fp32
+
+
+def test_accelerate_resumes_to_the_bit(frameworks: Results) -> None:
+    one, two = clean(frameworks, "accelerate")
+    assert two["printed"] == []
+    found = json.loads(one["printed"][0])
+    assert found["resumed"] == found["weights"]
+    assert one["files"] == ["rtopk-rank0-of-2.state", "rtopk-rank1-of-2.state"]
+
+
+def test_import_rtopk_imports_no_framework() -> None:
+    names = ("lightning", "accelerate", "tensorboard")
+    script = f"import sys, rtopk; print([name for name in {names} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["with_lightning", "with_accelerate"])
+def test_examples_run_under_torchrun(tmp_path: Path, name: str) -> None:
+    found = torchrun([str(EXAMPLES / f"{name}.py"), "--folder", str(tmp_path)])
+    assert json.loads(found.splitlines()[-1])["sent"] < 26128
+
+
+def torchrun(script: list[str], *options: str, **variables: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, *options, *script],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -1,0 +1,138 @@
+"""The hook computes what Algorithm 1 says, to the bit, whatever DDP does with its buckets."""
+
+import shutil
+from pathlib import Path
+
+import ddp_scenarios_exact as exact
+import pytest
+from ddp_launch import Results, clean, launch
+
+VARIANTS = [
+    "global",
+    "bucket",
+    "top_k",
+    "random_k",
+    "no_memory",
+    "momentum_correction",
+    "momentum_bucket",
+    "received",
+    "received_bucket",
+    "seed",
+    "int8",
+    "4bit_bucket",
+    "half_of_all",
+    "schedule",
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_equal_the_reference_to_the_bit(pair: Results, variant: str) -> None:
+    # Five steps across DDP's rebuild of its buckets: state keyed by bucket.index() would differ from step 2.
+    for found in clean(pair, "equals_reference"):
+        hooked, expected = found[variant]
+        assert hooked == expected
+
+
+def test_variants_are_different_runs(pair: Results) -> None:
+    found = clean(pair, "equals_reference")[0]
+    assert len({found[variant][0] for variant in VARIANTS}) == len(VARIANTS)
+
+
+def test_one_collective_of_the_known_size_per_step_or_bucket(pair: Results) -> None:
+    for found in clean(pair, "buckets_are_rebuilt"):
+        buckets = found["global"]["buckets"]
+        assert buckets[0] == 1
+        assert buckets[1:] == [4, 4], "these tests show something only if the rebuild makes several buckets"
+        assert found["global"]["collectives"] == len(buckets)
+        assert found["bucket"]["collectives"] == sum(buckets)
+
+
+@pytest.mark.parametrize("scope", ["global", "bucket"])
+def test_statistics_are_the_bytes_of_the_collectives(pair: Results, scope: str) -> None:
+    for found in clean(pair, "buckets_are_rebuilt"):
+        assert found[scope]["sent"] == found[scope]["last_bytes"] > 0
+        assert found[scope]["received"] == found[scope]["last_bytes"]  # one other rank
+
+
+def test_dense_phase_equals_plain_ddp(pair: Results) -> None:
+    # A hook that does not divide by the world size would be off by a factor 2.
+    for found in clean(pair, "dense_phase_is_plain_ddp"):
+        assert found["gap"] <= 1e-6
+        assert found["dense"] == found["size"]
+        # 2,150 weights compete for round(0.05 * 2150) places; 155 biases and norms are always sent.
+        assert found["after"] == 108 + 155
+
+
+def test_ddp_options_change_nothing(pair: Results) -> None:
+    for found in clean(pair, "ddp_options"):
+        found.pop("seconds", None)
+        assert len(found) == 6
+        for name, (hooked, expected) in found.items():
+            assert hooked == expected, name
+
+
+def test_accumulation_with_no_sync(pair: Results) -> None:
+    for found in clean(pair, "accumulation"):
+        assert found["rounds"] == exact.STEPS
+        assert found["gap"] <= 1e-6
+
+
+def test_channels_last_is_read_in_logical_order(pair: Results) -> None:
+    for found in clean(pair, "memory_formats"):
+        assert found["residual"] > 1e-3
+        assert found["gap"] <= 1e-5
+        assert found["residual_gap"] <= 1e-5
+
+
+def test_half_precision_keeps_residuals_in_fp32(pair: Results) -> None:
+    one, two = clean(pair, "half_precision")
+    assert one["weights"] == two["weights"]
+    assert one["dtypes"] == ["torch.float32"]
+    assert one["loss"][1] < one["loss"][0]
+
+
+def test_one_process_is_the_same_code(pair: Results) -> None:
+    for found in clean(pair, "one_process"):
+        assert found["weights"] == found["expected"]
+        assert found["received"] == 0
+
+
+def test_two_models_in_one_process(pair: Results) -> None:
+    for found in clean(pair, "two_models"):
+        for name in ("one", "two"):
+            hooked, expected = found[name]
+            assert hooked == expected
+
+
+def test_compiled_modules(pair: Results) -> None:
+    _compiled(pair, "compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's inductor needs a C++ compiler")
+def test_compiled_by_inductor(shared: Path) -> None:
+    found = launch(shared, "inductor", 2, [exact.compiled_by_inductor], timeout=600)
+    _compiled(found, "compiled_by_inductor")
+
+
+def _compiled(results: Results, name: str) -> None:
+    one, two = clean(results, name)
+    assert one["weights"] == two["weights"]
+    assert max(one["gaps"]) <= 1e-5
+    assert one["names"][0] == one["names"][1] == one["names"][2]
+
+
+def test_every_coordinate_is_sent_and_none_twice(pair: Results) -> None:
+    # Truncation in index order starves the last quarter; drawing with replacement sends fewer than k.
+    found, _ = clean(pair, "every_coordinate")
+    assert found["state"] == found["k"] == 100
+    assert found["entries"][0] >= 100  # two ranks, k = 100 distinct entries each
+    assert found["entries"][1] <= 200
+    assert found["least"] >= 3
+    assert min(found["quarters"]) >= 0.8 * max(found["quarters"])
+
+
+def test_schedule_by_epoch(pair: Results) -> None:
+    one, two = clean(pair, "epochs")
+    assert one["densities"] == pytest.approx([0.25, 0.25, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01])
+    assert one["weights"] == two["weights"]
