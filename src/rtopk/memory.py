@@ -134,28 +134,24 @@ class ErrorFeedback:
 class MomentumCorrection:
     """Accumulate the velocity instead of the gradient (Deep Gradient Compression, sections 3.1 to 3.3).
 
-    Use it with an optimizer that has no momentum of its own. `clip_norm` is the bound on the norm of the
-    averaged gradient; each node clips to clip_norm / sqrt(nodes) before accumulating. `masking` forgets the
-    velocity of the entries that were sent (DGC's momentum factor masking), so that they do not carry stale
-    momentum.
+    Use it with an optimizer that has no momentum of its own. `clip_norm` bounds the norm of each gradient before
+    it is accumulated; docs/decisions.md says how a bound on the mean of n nodes becomes one on a node. `masking`
+    forgets the velocity of the entries that were sent (DGC's momentum factor masking), so that they do not carry
+    stale momentum.
     """
 
     def __init__(
         self,
         momentum: float = 0.9,
         clip_norm: float | None = None,
-        nodes: int = 1,
         masking: bool = True,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         if clip_norm is not None and not 0.0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {clip_norm}")
-        if nodes < 1:
-            raise ValueError(f"nodes must be at least 1, got {nodes}")
         self.momentum = momentum
         self.clip_norm = clip_norm
-        self.nodes = nodes
         self.masking = masking
         self.velocity: Tensor | None = None  # (d,), DGC's u
         self.residual: Tensor | None = None  # (d,), DGC's v
@@ -197,8 +193,7 @@ class MomentumCorrection:
         if self.clip_norm is None:
             return 1.0
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-        limit = self.clip_norm / math.sqrt(self.nodes)
-        return min(1.0, limit / norm) if norm > 0.0 else 1.0
+        return min(1.0, self.clip_norm / norm) if norm > 0.0 else 1.0
 
     def subtract(self, sent: SparseVector) -> None:
         """Take what was sent out of the residual, and its positions out of the velocity if masking."""

@@ -1,5 +1,6 @@
 """`rtopk demo`."""
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import typer
 
 def demo(
     seeds: int = typer.Option(3, min=1, help="Runs of each method, with different seeds."),
-    rounds: int = typer.Option(3000, min=60, help="Rounds in the distributed setting; half in the other."),
+    rounds: int = typer.Option(3000, min=60, help="Rounds, distributed; federated two thirds."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     out: Path = typer.Option(Path("runs/demo"), help="Where records and the picture go."),
     fresh: bool = typer.Option(False, help="Run again what is recorded there already."),
@@ -17,7 +18,7 @@ def demo(
     """Train on scikit-learn's digits with five nodes, every method, and compare.
 
     Dense, top-k, random-k and rTop-k, in the distributed setting (one round per
-    batch) and the federated one (one round per local training), and what each
+    batch) and the federated one (one round per local epoch), and what each
     sent. A minute or two on two cores.
     """
     from rtopk.cli.show import console, print_json, results_table, runs_progress
@@ -29,10 +30,11 @@ def demo(
     results = out / "results.jsonl"
     if fresh:
         results.unlink(missing_ok=True)
+        shutil.rmtree(out / "runs", ignore_errors=True)
     configs = experiment.configs(seeds, rounds)
     names = [f"{c.setting:11} {c.method:8} {'' if c.method == 'dense' else c.density}" for c in configs]
     with runs_progress(configs, names) as on_progress:
-        records = run_all(configs, results, out / "unfinished", jobs, on_progress)
+        records = run_all(configs, results, out / "runs", jobs, on_progress)
     rows = summarise(records)
     picture = out / "accuracy-against-bytes.png"
     score_against_bytes(records, picture)
@@ -41,7 +43,7 @@ def demo(
         return
     for setting, what in (
         ("distributed", "one round per batch"),
-        ("federated", "one round per local training"),
+        ("federated", "one round per local epoch"),
     ):
         console.print(
             results_table(f"{setting} setting: {what}", [row for row in rows if row.setting == setting])

@@ -28,10 +28,10 @@ from rtopk.transport import AllGather
 Scope = Literal["global", "bucket"]
 OnNonFinite = Literal["skip", "raise"]
 Counts = Literal["steps", "epochs"]
-MEMORIES: dict[str, Callable[[int], Memory]] = {
-    "error_feedback": lambda nodes: ErrorFeedback(),
-    "momentum_correction": lambda nodes: MomentumCorrection(nodes=nodes),
-    "none": lambda nodes: NoMemory(),
+MEMORIES: dict[str, Callable[[], Memory]] = {
+    "error_feedback": ErrorFeedback,
+    "momentum_correction": MomentumCorrection,
+    "none": NoMemory,
 }
 BYTES = 8192  # of the description that is exchanged
 SHOWN = 200  # characters of one value in it; longer ones are cut and carry a hash
@@ -84,8 +84,7 @@ class Options:
                 raise ValueError(
                     f"memory must be one of {tuple(MEMORIES)} or a function that makes one, got {memory!r}"
                 )
-            named = MEMORIES[memory]
-            make: Callable[[], Memory] = lambda: named(nodes)  # noqa: E731
+            make = MEMORIES[memory]
         else:
             make = memory
         clip_norm, weights = others["clip_norm"], others["weights"]
