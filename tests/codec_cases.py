@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from rtopk import PayloadError, SparseVector
 from rtopk.seed import generator
+from rtopk.select import draw
 from rtopk.wire.checksum import payload_checksum
 
 FORMS = ("fp32", "fp16", "bf16", "int8", "4bit", "2bit")
@@ -14,7 +15,7 @@ FORMS = ("fp32", "fp16", "bf16", "int8", "4bit", "2bit")
 def support(kind, d, k, rng):
     """k of d positions, ascending."""
     if kind == "uniform":
-        return torch.randperm(d, generator=rng)[:k].sort().values
+        return draw(d, k, rng)
     if kind == "start":
         return torch.arange(k)
     if kind == "end":
@@ -34,17 +35,17 @@ KINDS = ("uniform", "start", "end", "even", "runs", "jumps")
 
 
 @st.composite
-def vectors(draw, most=3000):
+def vectors(choose, most=3000):
     """Sparse vectors of many shapes, with zeros and extreme magnitudes among the values."""
-    d = draw(st.integers(1, most))
-    k = draw(st.one_of(st.integers(0, d), st.sampled_from([0, 1, d - 1, d])))
-    rng = generator("case", draw(st.integers(0, 10**6)))
-    indices = support(draw(st.sampled_from(KINDS)), d, k, rng)
-    if draw(st.booleans()):  # a dense tail behind it
-        tail = draw(st.integers(1, 700))
+    d = choose(st.integers(1, most))
+    k = choose(st.one_of(st.integers(0, d), st.sampled_from([0, 1, d - 1, d])))
+    rng = generator("case", choose(st.integers(0, 10**6)))
+    indices = support(choose(st.sampled_from(KINDS)), d, k, rng)
+    if choose(st.booleans()):  # a dense tail behind it
+        tail = choose(st.integers(1, 700))
         indices, d = torch.cat([indices, torch.arange(d, d + tail)]), d + tail
-    values = torch.randn(len(indices), generator=rng) ** 3 * 10.0 ** draw(st.integers(-38, 35))
-    values[torch.rand(len(values), generator=rng) < draw(st.sampled_from([0.0, 0.1, 1.0]))] = 0.0
+    values = torch.randn(len(indices), generator=rng) ** 3 * 10.0 ** choose(st.integers(-38, 35))
+    values[torch.rand(len(values), generator=rng) < choose(st.sampled_from([0.0, 0.1, 1.0]))] = 0.0
     return SparseVector(indices, values, d)
 
 

@@ -39,6 +39,9 @@ def corpus():
                     indices = support(kind, SIZE, k, generator(k))
                     vector = SparseVector(indices, torch.randn(len(indices), generator=generator(kind)), SIZE)
                     yield Codec(form, fixed=fixed).encode(vector, generator(0)).numpy().tobytes()
+                    positions.FOUR_STREAMS_FROM, positions.SHIFTS = 96, (3, 3)  # four streams of few entries
+                    yield Codec(form).encode(vector).numpy().tobytes()
+                    positions.FOUR_STREAMS_FROM, positions.SHIFTS = 1 << 15, (5, 7)
 
 
 VALID = list(corpus())

@@ -67,6 +67,19 @@ def test_four_streams(kind, d, k):
         assert payload[40 + 4 * k] >> 4 == 1
 
 
+def test_two_threads_write_and_read_the_same():
+    vector = SparseVector(
+        support("uniform", 4_000_000, 300_000, generator(5)), torch.zeros(300_000), 4_000_000
+    )
+    alone = Codec("2bit").encode(vector)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(Codec("2bit").encode(vector), alone)
+        assert same(Codec().decode(alone), vector)
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_twin_reads_four_streams():
     vector = SparseVector(support("uniform", 150_000, 33_000, generator(5)), torch.zeros(33_000), 150_000)
     d, positions, _ = wire_twin.decode(Codec("2bit").encode(vector).numpy().tobytes())
@@ -207,6 +220,23 @@ def test_wrong_indices_are_refused(indices):
     vector = SparseVector(torch.tensor(indices), torch.ones(len(indices)), 5)
     with pytest.raises(ValueError, match=r"ascending|lie in"):
         Codec().encode(vector)
+
+
+@pytest.mark.parametrize("k", [300, 40_000])
+@pytest.mark.parametrize("swap", [0.1, 0.5, 0.999])
+def test_wrong_indices_deep_inside_are_refused(k, swap):
+    """The room of the writer is planned from the ends of blocks: a jump inside one must not pass it."""
+    indices = torch.arange(k) * 3
+    i = int(swap * (k - 1))
+    for jump in (indices[i] + 2, torch.tensor(3 * k - 5), torch.tensor(0)):
+        wrong = indices.clone()
+        wrong[i - 1] = jump
+        with pytest.raises(ValueError, match="ascending"):
+            Codec().encode(SparseVector(wrong, torch.ones(k), 3 * k))
+    far = indices * 2**20
+    far[i - 1] = 2**39
+    with pytest.raises(ValueError, match="ascending"):
+        Codec().encode(SparseVector(far, torch.ones(k), 2**40))
 
 
 @pytest.mark.parametrize(

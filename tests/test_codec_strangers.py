@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from codec_cases import FORMS, must_be_valid_or_refused, reseal, support, vectors
 from rtopk import Codec, PayloadError, SparseVector
 from rtopk.seed import generator
+from rtopk.wire import positions
 
 SIZE, ENTRIES = 3700, 3700
 
@@ -27,7 +28,7 @@ def payload_of(kind="uniform", d=2000, k=60, form="fp32", **options):
     return Codec(form, **options).encode(SparseVector(support(kind, d, k, generator(0)), values, d))
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(
     vector=vectors(),
     form=st.sampled_from(FORMS),
@@ -37,10 +38,16 @@ def payload_of(kind="uniform", d=2000, k=60, form="fp32", **options):
     extra=st.binary(max_size=9),
     sealed=st.booleans(),
     start=st.sampled_from([0, 8, 16, 20, 40]),
+    four=st.booleans(),
 )
-def test_mutated_payloads(vector, form, fixed, edits, cut, extra, sealed, start):
+def test_mutated_payloads(vector, form, fixed, edits, cut, extra, sealed, start, four):
     codec = Codec(form, fixed=fixed)
-    payload = codec.encode(vector, generator(0))
+    with pytest.MonkeyPatch.context() as patch:
+        if four:  # four streams at small sizes
+            patch.setattr(positions, "FOUR_STREAMS_FROM", 96)
+            patch.setattr(positions, "SHIFTS", (3, 3))
+        payload, sent = codec.encode_with_decoded(vector, generator(0))
+    assert torch.equal(codec.decode(payload).indices, sent.indices)
     data = bytearray(payload.numpy().tobytes())
     for where, byte in edits:
         data[min(len(data) - 1, start + int(where * (len(data) - start)))] = byte

@@ -46,15 +46,20 @@ def keeps(code: Num, best: Num, n: Num) -> Num:
 
 
 @loop
-def plan(positions: Array, shift: Num) -> Num:
-    """Return the first code, the bits expected and a bound on the bits, for blocks of 2**shift gaps.
+def plan(positions: Array, shift: Num, share: Num) -> Num:
+    """Return the first code, the bits expected, and bounds on the bits of two streams and of all.
 
-    Reads the ends of the blocks only.
+    Blocks are of 2**shift gaps, streams of `share`. Reads the ends of the blocks only, and decides as `pack`.
     """
     n, size, previous = len(positions), 1 << shift, int64(-1)
-    first = best_code(positions[-1] + 1 - n, n)  # the mean of all: blocks that differ say so
-    code, expected, bound = first, 0.0, int64(64)
+    first = best_code(max(int64(0), positions[-1] + 1 - n), n)  # the mean of all: blocks that differ say so
+    code, expected, bound, half = first, 0.0, int64(0), int64(0)
     for begin in range(0, n, size):
+        if begin % share == 0:  # a stream
+            code = first
+            if begin == 2 * share:
+                half = bound
+            bound += 8  # it ends in a part of a byte
         end = min(begin + size, n)
         count, last = end - begin, positions[end - 1]
         total = max(int64(0), last - previous - count)
@@ -67,7 +72,7 @@ def plan(positions: Array, shift: Num) -> Num:
         expected += count * (LOG2[best] + 2.0 + 0.007 * off * off)
         bound += 9 + count * (1 + width(PARAMETERS[code])) + total // PARAMETERS[code]
         previous = last
-    return first, expected, bound
+    return first, expected, half, bound
 
 
 @loop
@@ -81,19 +86,24 @@ def _codes(
     codes: Array,
     lengths: Array,
 ) -> Num:
-    """Write the codes of a block and their lengths; return the longest, 64 if it must be done with care.
+    """Write the codes of a block and their lengths; return the longest, 64 to do it with care, -1 if bad.
 
-    A loop without branches, which the compiler turns into vector instructions: gaps must fit 31 bits.
+    Loops without branches, which the compiler turns into vector instructions. Gaps and M must fit 30 bits.
     """
     n = len(positions)
-    if positions[n - 1] - previous >= 1 << 31:
-        return int64(64)
-    inverse, longest, wrong = 1.0 / m, int32(0), int32(0)
-    small, first_long, width_short = int32(m), int32(escape), int32(short)
-    gaps[0] = positions[0] - previous - 1
+    wrong = positions[0] - previous - 1
+    gaps[0] = wrong
     left, right = positions[:-1], positions[1:]
     for i in range(n - 1):
-        gaps[i + 1] = right[i] - left[i] - 1
+        gap = right[i] - left[i] - 1
+        gaps[i + 1] = gap
+        wrong |= gap
+    if wrong < 0:
+        return int64(BAD_STREAM)
+    if positions[n - 1] - previous >= 1 << 30 or m >= 1 << 30:
+        return int64(64)
+    inverse, longest = 1.0 / m, int32(0)
+    small, first_long, width_short = int32(m), int32(escape), int32(short)
     for i in range(n):
         gap = gaps[i]
         q = int32(gap * inverse)
@@ -110,8 +120,7 @@ def _codes(
         codes[i] = (1 | (tail << 1)) << (q & 31)
         lengths[i] = length
         longest = max(longest, length)
-        wrong |= gap
-    return int64(64) if wrong < 0 else int64(longest)
+    return int64(longest)
 
 
 @loop
@@ -145,7 +154,10 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
         inverse = 1.0 / m
         short = width(m) - 1 if m > 1 else 0  # bits of a short remainder
         escape = (int64(1) << int64(short + 1)) - m if m > 1 else 1  # remainders from here on: a bit more
-        if _codes(positions[begin:end], previous, m, short, escape, gaps, codes, lengths) <= 28:
+        longest = _codes(positions[begin:end], previous, m, short, escape, gaps, codes, lengths)
+        if longest < 0:  # before a bit of it is written: the bound holds for gaps that are none below zero
+            return int64(BAD_STREAM)
+        if longest <= 28:
             previous = positions[end - 1]
             codes[count] = lengths[count] = 0
             for i in range(0, count, 2):  # two at once
@@ -159,8 +171,6 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
             continue
         for i in range(begin, end):
             gap = positions[i] - previous - 1
-            if gap < 0:
-                return int64(BAD_STREAM)
             previous = positions[i]
             q = int64(gap * inverse)
             r = gap - q * m

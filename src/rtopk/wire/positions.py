@@ -5,14 +5,21 @@ half), BITMAP has one bit per position; NONE is for no positions at all. Elias-F
 the same parameter its unary part is never shorter than that of Golomb codes of the gaps.
 """
 
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from rtopk.threads import INLINE, together
 from rtopk.wire import PayloadError
 from rtopk.wire.bits import address, all_zero, last_word, load_word, trailing_zeros
 from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint8, uint64
 from rtopk.wire.golomb import pack, plan
-from rtopk.wire.streams import unpack, unpack_four
+from rtopk.wire.streams import unpack, unpack_two
 
 NONE, GAPS, BITMAP, ABSENT = range(4)
 FORMS = ("none", "gaps", "bitmap", "absent")
@@ -34,39 +41,6 @@ def ascends(positions: Array, start: Num, end: Num) -> Num:
     return wrong == 0
 
 
-@entry
-def write_gaps(positions: Array, prefix: Num, shifts: tuple[int, ...]) -> tuple[Array, Num]:
-    """Return an array with the bits of the positions from byte `prefix` on, and where they end (-1: bad)."""
-    n = len(positions)
-    shift, (code, expected, bound) = shifts[0], plan(positions, shifts[0])
-    for other in shifts[1:]:
-        proposal = plan(positions, other)
-        if proposal[1] < expected:
-            shift, (code, expected, bound) = other, proposal
-    streams = 4 if n >= FOUR_STREAMS_FROM else 1
-    # each stream may start a new parameter and ends in a part of a byte
-    out = np.empty(prefix + 2 + DIRECTORY + (bound >> 3) + 4 * 128 + SLACK, np.uint8)
-    out[prefix] = shift | (streams >> 2 << 4)
-    out[prefix + 1] = code
-    at = prefix + 2
-    if streams == 1:
-        return out, pack(positions, 0, shift, code, out, at)
-    at += DIRECTORY
-    share = stream_share(n, shift)
-    for stream in range(4):
-        start = int64(0)
-        if stream:
-            start = positions[stream * share - 1] + 1
-            entry = prefix + 2 + 16 * (stream - 1)
-            for i in range(8):
-                out[entry + i] = (start >> (8 * i)) & 255
-                out[entry + 8 + i] = ((at - prefix) >> (8 * i)) & 255
-        at = pack(positions[stream * share : min(n, (stream + 1) * share)], start, shift, code, out, at)
-        if at < 0:
-            break
-    return out, at
-
-
 @loop
 def stream_share(n: Num, shift: Num) -> Num:
     """Return how many of n positions each of four streams but the last holds: whole blocks."""
@@ -75,36 +49,119 @@ def stream_share(n: Num, shift: Num) -> Num:
 
 
 @entry
-def read_gaps(data: Array, begin: Num, end: Num, limit: Num, out: Array) -> Num:
-    """Fill out with the positions coded in data[begin:end]; return the bit after them, or -1."""
-    n = len(out)
-    if end - begin < 2:
-        return int64(-1)
-    shift, code = int64(data[begin] & 15), int64(data[begin + 1])
-    if data[begin] >> 4 == 0:
-        return unpack(data, 8 * (begin + 2), end, shift, code, 0, limit, out)
+def plan_gaps(positions: Array, shifts: tuple[int, ...], four: Num) -> Num:
+    """Return the block shift that gives the fewest bits, its first code, bounds in bytes of half and of all."""
+    n = len(positions)
+    shift = shifts[0]
+    code, expected, half, bound = plan(positions, shift, stream_share(n, shift) if four else n)
+    for other in shifts[1:]:
+        proposal = plan(positions, other, stream_share(n, other) if four else n)
+        if proposal[1] < expected:
+            shift, (code, expected, half, bound) = other, proposal
+    return shift, code, (half + 7) >> 3, (bound + 7) >> 3
+
+
+@entry
+def write_stream(positions: Array, shift: Num, code: Num, out: Array, at: Num) -> Num:
+    """Write one stream at out[at:]; return the byte after it, or -1."""
+    return pack(positions, 0, shift, code, out, at)
+
+
+@entry
+def write_pair(positions: Array, pair: Num, shift: Num, code: Num, out: Array, at: Num) -> Num:
+    """Write two of four streams at out[at:]; return the byte after each, or -1."""
+    n = len(positions)
     share = stream_share(n, shift)
-    if data[begin] >> 4 != 1 or end - begin < 2 + DIRECTORY or n <= 3 * share:
+    cut, last = (2 * pair + 1) * share, min(n, (2 * pair + 2) * share)
+    start = positions[2 * share - 1] + 1 if pair else int64(0)
+    first = pack(positions[2 * pair * share : cut], start, shift, code, out, at)
+    if first < 0:
+        return first, first
+    return first, pack(positions[cut:last], positions[cut - 1] + 1, shift, code, out, first)
+
+
+def write_gaps(positions: Positions, prefix: int) -> tuple[Bytes, int]:
+    """Return an array with the bits of the positions from byte `prefix` on, and where they end (-1: bad)."""
+    n = len(positions)
+    four = n >= FOUR_STREAMS_FROM
+    shift, code, half, bound = plan_gaps(positions, SHIFTS, four)
+    at = prefix + 2 + (DIRECTORY if four else 0)
+    out: Bytes = np.empty(at + bound + 2 * SLACK, np.uint8)
+    out[prefix], out[prefix + 1] = shift | (16 if four else 0), code
+    if not four:
+        return out, write_stream(positions, shift, code, out, at)
+    gap = at + half + SLACK  # the second pair has its own room, and closes up afterwards
+    ends = side_by_side(
+        n,
+        partial(write_pair, positions, 0, shift, code, out, at),
+        partial(write_pair, positions, 1, shift, code, out, gap),
+    )
+    if min(ends[0][1], ends[1][1]) < 0:
+        return out, -1
+    second = ends[0][1]
+    end = second + ends[1][1] - gap
+    out[second:end] = out[gap : ends[1][1]]
+    share = stream_share(n, shift)
+    offsets = ends[0][0], second, second + ends[1][0] - gap
+    for stream, offset in enumerate(offsets, start=1):
+        start = int(positions[stream * share - 1]) + 1
+        struct.pack_into("<QQ", out.data, prefix + 2 + 16 * (stream - 1), start, offset - prefix)
+    return out, end
+
+
+@entry
+def read_stream(data: Array, begin: Num, end: Num, limit: Num, out: Array) -> Num:
+    """Fill out from the one stream in data[begin:end]; return the bit after it, or -1."""
+    shift, code = int64(data[begin] & 15), int64(data[begin + 1])
+    return unpack(data, 8 * (begin + 2), end, shift, code, 0, limit, out)
+
+
+@entry
+def read_pair(data: Array, begin: Num, end: Num, limit: Num, out: Array, pair: Num) -> Num:
+    """Fill the part of out that two of four streams hold; return the bit after them, or -1."""
+    n, base = len(out), address(data)
+    shift, code = int64(data[begin] & 15), int64(data[begin + 1])
+    share = stream_share(n, shift)
+    if end - begin < 2 + DIRECTORY or n <= 3 * share:
         return int64(-1)
-    starts, bits = np.zeros(4, np.int64), np.zeros(4, np.int64)
-    firsts, base = np.zeros(4, np.int64), address(data)
+    starts, firsts, bits = np.zeros(5, np.int64), np.zeros(5, np.int64), np.empty(2, np.int64)
     firsts[0] = begin + 2 + DIRECTORY
     for stream in range(1, 4):
-        entry = begin + 2 + 16 * (stream - 1)
-        start, offset = load_word(base + entry), load_word(base + entry + 8)
+        at = base + begin + 2 + 16 * (stream - 1)
+        start, offset = load_word(at), load_word(at + 8)
         if start > uint64(limit) or offset > uint64(end - begin):
             return int64(-1)
         starts[stream], firsts[stream] = int64(start), begin + int64(offset)
-    bits[:] = 8 * firsts
-    if unpack_four(data, bits, end, shift, code, starts, limit, out, share) < 0:
+    a = 2 * pair
+    bits[:] = 8 * firsts[a : a + 2]
+    one, two = out[a * share : (a + 1) * share], out[(a + 1) * share : min(n, (a + 2) * share)]
+    if unpack_two(data, bits, end, shift, code, starts[a : a + 2], limit, one, two) < 0:
         return int64(-1)
-    for stream in range(3):  # each ends where the next begins, in positions and in bytes
-        if starts[stream + 1] != out[(stream + 1) * share - 1] + 1:
+    for i in range(1 if pair else 2):  # each ends where the next begins, in positions and in bytes
+        last = bits[i]
+        if starts[a + i + 1] != (two[-1] if i else one[-1]) + 1:
             return int64(-1)
-        last = bits[stream]
-        if (last + 7) >> 3 != firsts[stream + 1] or (last & 7 and data[last >> 3] >> uint8(last & 7)):
+        if (last + 7) >> 3 != firsts[a + i + 1] or (last & 7 and data[last >> 3] >> uint8(last & 7)):
             return int64(-1)
-    return bits[3]
+    return bits[1]
+
+
+def read_gaps(data: Bytes, begin: int, limit: int, out: Positions) -> int:
+    """Fill out with the positions coded in data[begin:]; return the bit after them, or -1."""
+    end = len(data)
+    if end - begin < 2 or data[begin] >> 4 > 1:
+        return -1
+    if data[begin] >> 4 == 0:
+        return int(read_stream(data, begin, end, limit, out))
+    lasts = side_by_side(len(out), *(partial(read_pair, data, begin, end, limit, out, i) for i in (0, 1)))
+    return int(lasts[1]) if min(lasts) >= 0 else -1
+
+
+def side_by_side(n: int, one: Callable[[], Any], two: Callable[[], Any]) -> list[Any]:
+    """Do two parts of the work on n positions, in two threads if there is enough of it."""
+    if n >= INLINE and torch.get_num_threads() > 1:
+        return together([one, two])
+    return [one(), two()]
 
 
 @entry
@@ -167,11 +224,11 @@ def write(positions: Positions, limit: int, prefix: int, *, absent: bool) -> tup
         raise ValueError(f"positions must lie in [0, {limit}), got {positions[0]} to {positions[-1]}")
     form, out, end = BITMAP, None, -1
     if 2 * n <= limit:
-        form, (out, end) = GAPS, write_gaps(positions, prefix, SHIFTS)
+        form, (out, end) = GAPS, write_gaps(positions, prefix)
     elif absent and n < limit:
         left_out = np.empty(limit - n, np.int64)
         if complement(positions, limit, left_out):
-            form, (out, end) = ABSENT, write_gaps(left_out, prefix, SHIFTS)
+            form, (out, end) = ABSENT, write_gaps(left_out, prefix)
     if out is None or (end >= 0 and end - prefix > (limit + 7) >> 3):
         form, (out, end) = BITMAP, write_bitmap(positions, limit, prefix)
     if end < 0:
@@ -185,12 +242,12 @@ def read(form: int, data: Bytes, begin: int, limit: int, out: Positions, *, padd
     if form == NONE and len(out) == 0:
         bit = 8 * begin
     elif form == GAPS and len(out):
-        bit = read_gaps(data, begin, end, limit, out)
+        bit = read_gaps(data, begin, limit, out)
     elif form == BITMAP and len(out):
         bit = read_bitmap(data, begin, end, limit, out)
     elif form == ABSENT and 0 < limit - len(out) <= len(out):
         left_out = np.empty(limit - len(out), np.int64)
-        bit = read_gaps(data, begin, end, limit, left_out)
+        bit = read_gaps(data, begin, limit, left_out)
         if bit >= 0 and not complement(left_out, limit, out):
             bit = -1
     else:

@@ -1,8 +1,8 @@
 """Read streams of Golomb codes that strangers may have written.
 
-Four streams are read at once: the length of a code is known only when it is read, so one stream is bound by
-latency, four by throughput. No byte outside the given addresses is read, no gap passes the limit, and time is
-proportional to the entries that the caller has made room for.
+Two streams are read at once: the length of a code is known only when it is read, so one stream is bound by
+latency, two by throughput; two more may keep another thread busy. No byte outside the given addresses is read,
+no gap passes the limit, and time is proportional to the entries that the caller has made room for.
 """
 
 from rtopk.wire.bits import address, last_word, load_word, store_word, trailing_zeros
@@ -99,7 +99,7 @@ def unpack(
 
 
 @loop
-def unpack_four(
+def unpack_two(
     data: Array,
     bits: Array,
     end: Num,
@@ -107,43 +107,32 @@ def unpack_four(
     code: Num,
     starts: Array,
     limit: Num,
-    out: Array,
-    share: Num,
+    one: Array,
+    two: Array,
 ) -> Num:
-    """Fill out from four streams, each of `share` positions but the last; write their last bits to bits.
+    """Fill two arrays, the first not the shorter one, from two streams; write their last bits to bits.
 
     Returns 0, or -1 if a stream is not one.
     """
-    base, room, to = address(data), end, address(out)
+    base, room = address(data), end
     end += base
-    n, size, wrong = len(out), 1 << shift, int64(0)
-    b0, b1, b2, b3 = bits[0], bits[1], bits[2], bits[3]
-    c0 = c1 = c2 = c3 = int64(code)
-    p0, p1, p2, p3 = starts[0] - 1, starts[1] - 1, starts[2] - 1, starts[3] - 1
-    together = (n - 3 * share) >> shift << shift
+    size, wrong = 1 << shift, int64(0)
+    b0, b1, c0, c1 = bits[0], bits[1], int64(code), int64(code)
+    p0, p1, to0, to1 = starts[0] - 1, starts[1] - 1, address(one), address(two)
+    together = len(two) >> shift << shift
     for begin in range(0, together, size):
         b0, c0, m0, s0, e0 = _block(base, end, b0, c0)
         b1, c1, m1, s1, e1 = _block(base, end, b1, c1)
-        b2, c2, m2, s2, e2 = _block(base, end, b2, c2)
-        b3, c3, m3, s3, e3 = _block(base, end, b3, c3)
         for i in range(begin, begin + size):
             g0, b0 = _gap(base, end, b0, m0, s0, e0, limit)
             g1, b1 = _gap(base, end, b1, m1, s1, e1, limit)
-            g2, b2 = _gap(base, end, b2, m2, s2, e2, limit)
-            g3, b3 = _gap(base, end, b3, m3, s3, e3, limit)
-            wrong |= g0 | g1 | g2 | g3
+            wrong |= g0 | g1
             p0 += g0 + 1
             p1 += g1 + 1
-            p2 += g2 + 1
-            p3 += g3 + 1
-            store_word(to + 8 * i, uint64(p0))
-            store_word(to + 8 * (i + share), uint64(p1))
-            store_word(to + 8 * (i + 2 * share), uint64(p2))
-            store_word(to + 8 * (i + 3 * share), uint64(p3))
-        if wrong < 0 or max(max(p0, p1), max(p2, p3)) >= limit or max(max(b0, b1), max(b2, b3)) > 8 * room:
+            store_word(to0 + 8 * i, uint64(p0))
+            store_word(to1 + 8 * i, uint64(p1))
+        if wrong < 0 or max(p0, p1) >= limit or max(b0, b1) > 8 * room:
             return int64(BAD_STREAM)
-    bits[0] = unpack(data, b0, room, shift, c0, p0 + 1, limit, out[together:share])
-    bits[1] = unpack(data, b1, room, shift, c1, p1 + 1, limit, out[share + together : 2 * share])
-    bits[2] = unpack(data, b2, room, shift, c2, p2 + 1, limit, out[2 * share + together : 3 * share])
-    bits[3] = unpack(data, b3, room, shift, c3, p3 + 1, limit, out[3 * share + together :])
-    return min(min(bits[0], bits[1]), min(bits[2], bits[3]), 0)
+    bits[0] = unpack(data, b0, room, shift, c0, p0 + 1, limit, one[together:])
+    bits[1] = unpack(data, b1, room, shift, c1, p1 + 1, limit, two[together:])
+    return min(bits[0], bits[1], 0)
