@@ -322,7 +322,7 @@ def _part(
     bound, count = _key(search.floor), 0
     wanted = end - at if search.wanted is None else min(search.wanted, end - at)
     most = min(end - at, wanted + max(wanted // 3, (end - at) // 1024)) + 128
-    room = min(most, 256 + 6 * wanted // (5 * len(cuts)))
+    room = min(most, 256 + 4 * wanted // (3 * len(cuts)))
     positions, values = scratch.take(part, room, np.int32 if d < 2**31 else np.int64)
     while True:
         at, count = loop(at, end, bound, positions, values, count)
@@ -331,7 +331,8 @@ def _part(
             return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
         if positions.size < most:
             room = min(most, 128 + 11 * positions.size // 10)
-            positions, values = _grown(positions, count, room), _grown(values, count, room)
+            positions = _grown(positions, count, room)  # one after the other: three arrays, not four
+            values = _grown(values, count, room)
         else:
             threshold, ties = _rth([values[:count]], wanted, int(bound))
             count = loops.keep(positions[:count], values[:count], threshold, ties)

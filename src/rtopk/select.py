@@ -19,9 +19,9 @@ from rtopk.sparse import SparseVector
 FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r / k
 
 # How the guess at the next r-th magnitude follows the last ones, in logarithms; see docs/performance.md.
-AT_FIRST = 0.08  # how far below what the trend predicts to guess
+AT_FIRST = 0.04  # how far below what the trend predicts to guess
 LEAST, MOST = 0.01, 0.5
-FORGET = 0.98
+FORGET = 0.985
 SAFETY = 2.0
 TREND = 0.2
 

@@ -177,11 +177,11 @@ def compare(gradients: Gradients, kind: str, density: float, threads: int, plan:
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     ratios: dict[str, list[float]] = {name: [] for name in methods}
     for step in range(-WARM, plan.repetitions):
-        gradient = gradients.vectors[step % len(gradients.vectors)]
+        gradient = gradients.at(step + WARM)
         once: dict[str, float] = {}
         for name, method in methods.items():
             rival = name in ("topk", "dgc")
-            if rival and (step < -1 or (step >= 0 and step % plan.rivals_every)):
+            if rival and (step < 0 or step % plan.rivals_every):
                 continue
             flush.sum()
             begin = time.perf_counter()
@@ -253,11 +253,11 @@ def peak_memory(d: int = 11_200_000, density: float = 0.001) -> float:
     try:
         method = Fused(d, round(density * d))
         for step in range(WARM):
-            method.step(gradients.vectors[step % 3], step)
+            method.step(gradients.at(step), step)
         peak = 0.0
         for step in range(WARM, WARM + 6):
             tracemalloc.reset_peak()
-            method.step(gradients.vectors[step % 3], step)
+            method.step(gradients.at(step), step)
             peak = max(peak, tracemalloc.get_traced_memory()[1])
         return peak / (4 * d) - 1.0  # without the residual
     finally:

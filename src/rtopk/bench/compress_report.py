@@ -24,7 +24,7 @@ class Extras:
 
 def measure_extras(quick: bool) -> Extras:
     """Measure peak memory and the share of second scans."""
-    steps = 200 if quick else 1000
+    steps = 500 if quick else 2000
     return Extras(
         {density: peak_memory(density=density) for density in DENSITIES},
         {density: second_scans(steps, density) for density in DENSITIES},

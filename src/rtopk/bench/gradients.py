@@ -19,6 +19,7 @@ from rtopk.experiments.models import LanguageModel, ResNet
 from rtopk.seed import derive, generator
 
 WORDS = 10_000
+ALIGNED = 16  # floats in a line of the cache
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,29 @@ class Gradients:
 
     source: str  # what they are, for a table
     vectors: list[Tensor]  # each (d,), fp32
+    long: Tensor | None = None  # if given, every stretch of d entries of it is a gradient too
 
     @property
     def size(self) -> int:
         """The number of entries, d."""
         return self.vectors[0].numel()
 
+    def at(self, step: int) -> Tensor:
+        """Return the gradient of a step: one of a few in turn, or a stretch that begins at a random place."""
+        if self.long is None:
+            return self.vectors[step % len(self.vectors)]
+        places = (self.long.numel() - self.size) // ALIGNED + 1
+        begin = ALIGNED * int(torch.randint(places, (), generator=generator("place", step)))
+        return self.long[begin : begin + self.size]
+
 
 def synthetic(d: int, count: int, seed: int = 0) -> Gradients:
     """Draw gradients with heavy tails: a normal variable times the exponential of another."""
-    vectors = []
-    for step in range(count):
-        rng = generator(seed, "synthetic", step)
-        vectors.append(torch.randn(d, generator=rng).mul_(torch.randn(d, generator=rng).exp_()))
-    return Gradients("normal x lognormal", vectors)
+    rng = generator(seed, "synthetic")
+    size = d + d // 2
+    long = torch.randn(size, generator=rng).mul_(torch.randn(size, generator=rng).exp_())
+    begins = [i * (d // 2) // count // ALIGNED * ALIGNED for i in range(count)]
+    return Gradients("normal x lognormal", [long[begin : begin + d] for begin in begins], long)
 
 
 def real(d: int, count: int, data_dir: Path | None = None, seed: int = 0) -> Gradients:
