@@ -211,6 +211,9 @@ def inspect(
         f"{100 * advice['lag']:.1f} % of what was due lags (tolerance {100 * tolerance:g} %"
         f"{'' if advice['within_tolerance'] else ', NOT kept: choose a larger density'})."
     )
+    if len(advice["alike"]) > 1:
+        alike = ", ".join(f"{r:.4g}" for r in advice["alike"])
+        console.print(f"r / k = {alike} lag alike (within 5 %): any of them will do.")
     _tell(paths)
 
 

@@ -154,6 +154,7 @@ class Inspector:
         for plan in self.plans:
             if plan.density != self.density:
                 continue
+            factor = plan.factor(self.fitted[plan])
             tries = [
                 exchange(plan.sparsifiers(self.nodes, self.fitted[plan], seed, False), gradients, self.step)
                 for seed in range(self.seed, self.seed + (1 if plan.r_over_k == 1 else DRAWS))
@@ -165,10 +166,7 @@ class Inspector:
                     "k": max(1, round(self.fitted[plan] * self.d)),
                     "bytes": round(_average([size for _, size in tries])),
                     "error": _average([_distance(e, true) for e, _ in tries]) / scale,
-                    "error_scaled": _average(
-                        [_distance(plan.factor(self.fitted[plan]) * e, true) for e, _ in tries]
-                    )
-                    / scale,
+                    "error_scaled": _average([_distance(factor * e, true) for e, _ in tries]) / scale,
                     "error_with_residual": _distance(self.estimates[plan], true) / scale,
                     "lag": self.lag(plan),
                 }
@@ -194,10 +192,14 @@ class Inspector:
             best = min((p for p in self.plans if p.density == density), key=self.lag)
             if self.lag(best) <= self.tolerance or density == densities[-1]:
                 break
-        k = max(1, round(best.density * self.d))
+        k = max(1, round(self.fitted[best] * self.d))
+        beside = [p for p in self.plans if p.density == best.density]
         return {
             "k": k,
-            "r": min(self.d, round(best.r_over_k * k)),
+            "r": min(self.d, round(best.factor(self.fitted[best]) * k)),
+            "alike": [
+                p.r_over_k for p in beside if self.lag(p) <= 1.05 * self.lag(best)
+            ],  # no real difference
             "density": best.density,
             "r_over_k": best.r_over_k,
             "scheme": best.name(self.d),
