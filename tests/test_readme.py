@@ -44,7 +44,7 @@ def commands():
                     yield pytest.param(line, id=line.split("#")[0].strip())
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", list(commands()))
 def test_commands_of_the_docs_exist_with_their_options(line):
     """Every `rtopk` command shown is parsed by the real command line: its help knows each option it uses."""
     words = shlex.split(line, comments=True)[1:]

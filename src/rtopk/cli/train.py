@@ -24,6 +24,7 @@ def train(
     local_steps: int = typer.Option(_DEFAULT.local_steps, help="Federated: steps a round; 0 is an epoch."),
     density: float = typer.Option(_DEFAULT.density, help="Part of the entries that is sent: k / d."),
     dense_biases: bool = typer.Option(_DEFAULT.dense_biases, help="Send 1-D tensors whole."),
+    values: str = typer.Option(_DEFAULT.values, help="fp32, fp16, bf16, int8, 4bit or 2bit."),
     r_over_k: float = typer.Option(_DEFAULT.r_over_k, help="rTop-k: r / k; 0 is the number of nodes."),
     memory: str = typer.Option(_DEFAULT.memory, help="error-feedback, momentum-correction or none."),
     masking: bool = typer.Option(_DEFAULT.masking, help="Momentum correction: forget velocity sent."),
