@@ -8,8 +8,8 @@ import typer
 
 
 def demo(
-    seeds: int = typer.Option(3, min=1, help="Runs of each method, with different seeds."),
-    rounds: int = typer.Option(3000, min=60, help="Rounds, distributed; federated two thirds."),
+    seeds: int = typer.Option(2, min=1, help="Runs of each method, with different seeds."),
+    rounds: int = typer.Option(2000, min=60, help="Rounds, distributed; federated half."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     out: Path = typer.Option(Path("runs/demo"), help="Where records and the picture go."),
     fresh: bool = typer.Option(False, help="Run again what is recorded there already."),
@@ -19,7 +19,7 @@ def demo(
 
     Dense, top-k, random-k and rTop-k, in the distributed setting (one round per
     batch) and the federated one (one round per local epoch), and what each
-    sent. A minute or two on two cores.
+    sent. Two or three minutes on two cores.
     """
     from rtopk.cli.show import console, print_json, results_table, runs_progress
     from rtopk.experiments import demo as experiment
