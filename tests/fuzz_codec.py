@@ -78,5 +78,5 @@ if __name__ == "__main__":
             Path(folder, f"edits-{i}").write_bytes(
                 bytes([1 + 4 * (i % 8)]) + i.to_bytes(2) + bytes(range(24))
             )
-        atheris.Setup([sys.argv[0], *sys.argv[1:], folder], one)
+        atheris.Setup([sys.argv[0], f"-artifact_prefix={tempfile.gettempdir()}/", *sys.argv[1:], folder], one)
         atheris.Fuzz()
