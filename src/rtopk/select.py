@@ -23,7 +23,7 @@ AT_FIRST = 0.04  # how far below what the trend predicts to guess
 LEAST, MOST = 0.01, 0.5
 FORGET = 0.985
 SAFETY = 2.0
-TREND = 0.2
+TREND = 0.3
 
 
 def top_k(vector: Tensor, k: int) -> Tensor:

@@ -11,8 +11,9 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from rtopk.bench.gradients import Gradients, real, synthetic
 from rtopk.experiments.models import mlp
+from rtopk.kernels import Search, reaches
 from rtopk.memory import ErrorFeedback
 from rtopk.seed import derive, generator
 from rtopk.select import RTopK, Tracker, draw
@@ -237,6 +239,43 @@ def bars(rows: list[Row]) -> list[Bar]:
                     Bar(f"time per entry at {larger.d / 1e6:.0f} M: {where}", growth, 1.3, growth <= 1.3)
                 )
     return found
+
+
+def breakdown(threads: int, density: float, d: int = 11_200_000, repetitions: int = 11) -> dict[str, float]:
+    """Say where a step spends its time, each part as the median of its ratios to the floor.
+
+    The check is what `add` does first; here it is timed by itself, and taken off the time of `add`.
+    """
+    gradients, flush = synthetic(d, 1), torch.zeros(32_000_000)
+    floor, method = Floor(d, 0), Fused(d, round(density * d))
+    ratios: dict[str, list[float]] = {"check": [], "pass": [], "select": [], "subtract": []}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for step in range(-WARM, repetitions):
+        gradient = gradients.at(step + WARM)
+        flush.sum()
+        least = _seconds(partial(floor.step, gradient, 0))[0]
+        flush.sum()
+        check = _seconds(partial(reaches, gradient, 2.0**100))[0]
+        flush.sum()
+        search = method.tracker.search(method.k, d)
+        search = search or Search(0.0, FACTOR * method.k)
+        adding, (vector, candidates) = _seconds(partial(method.memory.add, gradient, *search))
+        choose = partial(method.tracker.select, vector, method.k, generator(step), candidates)
+        selecting, sent = _seconds(choose)
+        taking = _seconds(partial(method.memory.subtract, sent))[0]
+        if step >= 0:
+            taken = {"check": check, "pass": adding - check, "select": selecting, "subtract": taking}
+            for name, seconds in taken.items():
+                ratios[name].append(seconds / least)
+    torch.set_num_threads(before)
+    return {name: statistics.median(found) for name, found in ratios.items()}
+
+
+def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
 
 
 def peak_memory(d: int = 11_200_000, density: float = 0.001) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rtopk.bench.compress import DENSITIES, Bar, Row, bars, peak_memory, second_scans
+from rtopk.bench.compress import DENSITIES, Bar, Row, bars, breakdown, peak_memory, second_scans
 
 Measured = list[tuple[str, list[Row]]]  # what the gradients are, and their rows
 HEAD = ("gradients", "d", "density", "threads", "floor ms", "rtopk ms", "rtopk", "dgc", "topk")
@@ -20,14 +20,16 @@ class Extras:
 
     peaks: dict[float, float]  # density -> extra memory of a step, as a share of the vector
     scans: dict[float, tuple[int, int, float]]  # density -> d, steps, share of steps with a second scan
+    parts: dict[tuple[int, float], dict[str, float]]  # threads, density -> part of a step, times the floor
 
 
 def measure_extras(quick: bool) -> Extras:
     """Measure peak memory and the share of second scans."""
-    steps = 500 if quick else 2000
+    steps = 300 if quick else 2000
     return Extras(
-        {density: peak_memory(density=density) for density in DENSITIES},
+        {density: peak_memory(density=density) for density in DENSITIES if density == 0.001 or not quick},
         {density: second_scans(steps, density) for density in DENSITIES},
+        {(threads, density): breakdown(threads, density) for threads in (1, 2) for density in DENSITIES},
     )
 
 
@@ -89,6 +91,10 @@ def remarks(extras: Extras) -> list[str]:
         f"extra memory of a step at density {100 * density:g} %: {100 * peak:.2f} % of the vector"
         for density, peak in extras.peaks.items()
     ]
+    for (threads, density), parts in extras.parts.items():
+        times = ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
+        where = f"11.2 M, density {100 * density:g} %, threads {threads}"
+        found.append(f"where a step spends its time, in floors ({where}): {times}")
     for density, (d, steps, share) in extras.scans.items():
         found.append(
             f"second scans, training an MLP (d = {d:,}) on digits for {steps} steps at density "
