@@ -41,7 +41,7 @@ def test_train_writes_a_record_and_repeats(tmp_path):
 
 def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(tmp_path):
     # Enough rounds that the signal meets the run; stopped and resumed, it need not be waited for.
-    options = ["train", "--rounds", "1200", "--nodes", "1", "--batch", "8", "--out", str(tmp_path / "run")]
+    options = ["train", "--rounds", "500", "--nodes", "1", "--batch", "8", "--out", str(tmp_path / "run")]
     process = subprocess.Popen([*RTOPK, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "events.jsonl").exists():  # written when the run begins
