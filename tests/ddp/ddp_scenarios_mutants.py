@@ -10,8 +10,8 @@ import torch
 from ddp_worker import Place
 
 import rtopk.ddp
-from rtopk import layout, select
-from rtopk.ddp import checkpoint, group, optimizers, rounds, state
+from rtopk import layout, top_k
+from rtopk.ddp import checkpoint, group, optimizers, options, rounds, state
 
 
 def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:
@@ -87,7 +87,20 @@ def biases_compete(at: Place) -> dict[str, Any]:
         return exact.dense_phase_is_plain_ddp(at)
 
 
+class FirstK:
+    """Of the r candidates, keep the first k in the order of their positions."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def __repr__(self) -> str:
+        return f"FirstK({self.nodes})"
+
+    def select(self, vector: torch.Tensor, k: int, rng: torch.Generator) -> torch.Tensor:
+        return top_k(vector, min(vector.numel(), self.nodes * k))[:k]
+
+
 def first_k_in_index_order(at: Place) -> dict[str, Any]:
-    """Bug 11: of the r candidates the first k are kept."""
-    with mock.patch.object(select, "draw", lambda r, k, rng: torch.arange(k)):
+    """Bug 11: truncation in index order starves late positions."""
+    with mock.patch.object(options, "RTopK", FirstK):
         return exact.every_coordinate(at)
