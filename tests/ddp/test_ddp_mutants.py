@@ -68,7 +68,7 @@ def disturbed(shared: Path) -> Results:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mutant", "scenario", "test", "arguments"), CASES, ids=lambda value: str(value)[:60]
+    ("mutant", "scenario", "test", "arguments"), CASES, ids=[case[0].__name__ for case in CASES]
 )
 def test_a_known_bug_is_noticed(
     disturbed: Results,
