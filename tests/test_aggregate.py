@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rtopk import SparseVector, average, average_sparse
 from rtopk.seed import generator
+from rtopk.union import by_sorting, union
 
 
 def vectors(nodes, size, seed):
@@ -85,3 +86,27 @@ def test_refuses_nothing_and_different_sizes():
         average([])
     with pytest.raises(ValueError, match=r"one size, got \[3, 4\]"):
         average([*vectors(1, 3, 0), *vectors(1, 4, 0)])
+
+
+@given(nodes=st.integers(1, 5), size=st.integers(1, 300), seed=st.integers(0, 500))
+def test_union_is_what_sorting_gives(nodes, size, seed):
+    lists = [vector.indices for vector in vectors(nodes, size, seed)]
+    joint, places = union(lists, size)
+    expected, where = by_sorting(lists)
+    assert torch.equal(joint, expected)
+    assert all(torch.equal(a, b) for a, b in zip(places, where, strict=True))
+
+
+def test_union_of_few_positions_in_a_long_vector():
+    """Below the limit it sorts; both ways stand on either side of it."""
+    for size in (100, 10_000_000):
+        lists = [torch.tensor([0, 63, 64, 99]), torch.tensor([63, 65]), torch.empty(0, dtype=torch.int64)]
+        joint, places = union(lists, size)
+        assert joint.tolist() == [0, 63, 64, 65, 99]
+        assert [p.tolist() for p in places] == [[0, 1, 2, 4], [1, 3], []]
+
+
+@pytest.mark.parametrize("wrong", [-1, 100, 1 << 40])
+def test_union_refuses_positions_outside(wrong):
+    with pytest.raises(ValueError, match=r"positions must lie in \[0, 100\)"):
+        union([torch.tensor(sorted([5, wrong]))], 100)

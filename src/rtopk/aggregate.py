@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rtopk.sparse import SparseVector
+from rtopk.union import union
 
 Mean = Literal["nodes", "received"]
 
@@ -40,9 +41,8 @@ def average_sparse(
 ) -> SparseVector:
     """Return the same mean on the union of the nodes' positions, without making a vector of d entries."""
     size = _check(vectors, mean, weights)
-    union = torch.unique(torch.cat([vector.indices for vector in vectors]))
-    slots = [torch.searchsorted(union, vector.indices) for vector in vectors]
-    return SparseVector(union, _mean(slots, vectors, union.numel(), mean, weights), size)
+    joint, slots = union([vector.indices for vector in vectors], size)
+    return SparseVector(joint, _mean(slots, vectors, joint.numel(), mean, weights), size)
 
 
 def _mean(
@@ -56,7 +56,7 @@ def _mean(
     received = torch.zeros_like(total) if mean == "received" else None
     for node, (slot, vector) in enumerate(zip(slots, vectors, strict=True)):
         weight = 1.0 if weights is None else float(weights[node])
-        total[slot] += vector.values if weights is None else weight * vector.values
+        total.index_add_(0, slot, vector.values if weights is None else weight * vector.values)
         if received is not None:
             received[slot] += weight
     if received is None:
