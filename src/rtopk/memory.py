@@ -306,3 +306,9 @@ def _fit(state: Mapping[str, Tensor], names: tuple[str, ...], current: Tensor | 
             raise ValueError(f"{name} must have shape {expected}, got {sizes[name]}")
         require_finite(tensor, name)
     return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def clip(vector: Tensor, limit: float) -> Tensor:
+    """Return the vector, shortened to the limit if it is longer."""
+    norm = float(torch.linalg.vector_norm(vector))
+    return vector * (limit / norm) if norm > limit else vector

@@ -64,9 +64,9 @@ def mark(words: Array, positions: Array, size: int) -> bool:
 
 
 @compiled
-def count(words: Array, before: Array) -> int:
+def count(words: Array, before: Array) -> Any:
     """Write how many bits are set before each word; return how many there are."""
-    total = 0
+    total = np.int64(0)
     for w in range(len(words)):
         before[w] = total
         total += np.int64(ones(words[w]))

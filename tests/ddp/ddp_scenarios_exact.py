@@ -24,7 +24,7 @@ def equals_reference(at: Place) -> dict[str, Any]:
         "top_k": {"selector": TopK()},
         "random_k": {"selector": RandomK()},
         "no_memory": {"memory": NoMemory},
-        "momentum_correction": {"memory": lambda: MomentumCorrection(0.9, clip_norm=1.0)},
+        "momentum-correction": {"memory": lambda: MomentumCorrection(0.9, clip_norm=1.0)},
         "momentum_bucket": {"memory": MomentumCorrection, "scope": "bucket"},
         "received": {"mean": "received"},
         "received_bucket": {"mean": "received", "scope": "bucket"},

@@ -208,11 +208,11 @@ def refused(at: Place) -> dict[str, Any]:
             register, wrap(net()), 0.05, scope="bucket", memory=lambda: MomentumCorrection(clip_norm=1.0)
         ),
         "momentum": attempt(
-            register, momentum, 0.05, memory="momentum_correction", optimizer=sgd(momentum, momentum=0.9)
+            register, momentum, 0.05, memory="momentum-correction", optimizer=sgd(momentum, momentum=0.9)
         ),
     }
     model = net()
-    state = register(wrap(model), 0.05, memory="momentum_correction")
+    state = register(wrap(model), 0.05, memory="momentum-correction")
     found["momentum_in_step"] = attempt(train, state.model, sgd(model, momentum=0.9), range(1), at.rank)
     adam = torch.optim.Adam(model.parameters())
     found["adam_in_step"] = attempt(train, state.model, adam, range(1, 2), at.rank)
@@ -253,7 +253,7 @@ def unused(at: Place) -> dict[str, Any]:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
         ddp = wrap(model, find_unused_parameters=True)
         # Every entry of the residual is worth sending, so a drain would show at once.
-        state = rtopk.ddp.register(ddp, 0.5, scope=scope, memory="momentum_correction")
+        state = rtopk.ddp.register(ddp, 0.5, scope=scope, memory="momentum-correction")
         both = [[True, True], [False, False], [True, False], [True, True]]  # [step][rank]
         log = []
         for step, use in enumerate(both):

@@ -17,7 +17,7 @@ from rtopk.ddp import checkpoint
 
 TOTAL = 4
 # Stopped after 1 step DDP has not rebuilt its buckets yet; after 2 it has.
-VARIANTS = list(itertools.product(("global", "bucket"), ("error_feedback", "momentum_correction"), (1, 2)))
+VARIANTS = list(itertools.product(("global", "bucket"), ("error-feedback", "momentum-correction"), (1, 2)))
 
 
 def _start(at: Place, scope: str, memory: str) -> tuple[nn.Module, torch.optim.Optimizer, rtopk.ddp.State]:
@@ -67,7 +67,7 @@ def second_half(at: Place) -> dict[str, Any]:
 
 def switch_scope(at: Place) -> dict[str, Any]:
     """A state is keyed by parameter, so one of scope 'global' goes on in scope 'bucket'."""
-    _, optimizer, state = _start(at, "global", "error_feedback")
+    _, optimizer, state = _start(at, "global", "error-feedback")
     train(state.model, optimizer, range(2), at.rank)
     other = rtopk.ddp.register(wrap(net()), rtopk.warm_up(0.05, steps=3), scope="bucket")
     other.load_state_dict(state.state_dict())
@@ -76,7 +76,7 @@ def switch_scope(at: Place) -> dict[str, Any]:
 
 def does_not_fit(at: Place) -> dict[str, Any]:
     """Files and states that must be refused, with the state left as it was."""
-    _, optimizer, state = _start(at, "global", "error_feedback")
+    _, optimizer, state = _start(at, "global", "error-feedback")
     train(state.model, optimizer, range(2), at.rank)
     good = at.folder / "fit" / "good"
     state.save(good)
@@ -107,7 +107,7 @@ def does_not_fit(at: Place) -> dict[str, Any]:
     wider = net(hidden=48)
     wide = rtopk.ddp.register(wrap(wider), 0.05)
     found["other_model"] = attempt(wide.load, good)
-    velocity = rtopk.ddp.register(wrap(net()), 0.05, memory="momentum_correction")
+    velocity = rtopk.ddp.register(wrap(net()), 0.05, memory="momentum-correction")
     found["other_memory"] = attempt(velocity.load, good)
     states = [checkpoint.read(good / checkpoint.file_name(rank, at.world)) for rank in range(at.world)]
     found["next_rank"] = attempt(state.load_state_dict, states[1 - at.rank])
@@ -135,9 +135,9 @@ def distributed_checkpoint(at: Place) -> dict[str, Any]:
 
     import torch.distributed.checkpoint as dcp
 
-    model, optimizer, state = _start(at, "global", "error_feedback")
+    model, optimizer, state = _start(at, "global", "error-feedback")
     train(state.model, optimizer, range(2), at.rank)
-    fresh_model, _, fresh = _start(at, "global", "error_feedback")
+    fresh_model, _, fresh = _start(at, "global", "error-feedback")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
         dcp.save({"model": model.state_dict(), "rtopk": state.sharded()}, checkpoint_id=at.folder / "dcp")
@@ -155,7 +155,7 @@ def elastic(at: Place) -> dict[str, Any]:
         folder = at.folder / "elastic" / str(size)
         if at.rank < size:
             model = net()
-            state = rtopk.ddp.register(wrap(model, groups[size]), 0.05, memory="momentum_correction")
+            state = rtopk.ddp.register(wrap(model, groups[size]), 0.05, memory="momentum-correction")
             if previous is not None:
                 state.load(previous)
                 state.save(folder / "as-loaded")
@@ -173,7 +173,7 @@ def elastic(at: Place) -> dict[str, Any]:
     expected = _pending(previous, "residual")
     if at.rank < 2:
         model = net()
-        state = rtopk.ddp.register(wrap(model, groups[2]), 1.0, memory="error_feedback")
+        state = rtopk.ddp.register(wrap(model, groups[2]), 1.0, memory="error-feedback")
         halves = _only_residual(at.folder / "elastic" / "plain", previous, at.rank)
         dist.barrier(groups[2])
         state.load(halves)

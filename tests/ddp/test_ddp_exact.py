@@ -13,7 +13,7 @@ VARIANTS = [
     "top_k",
     "random_k",
     "no_memory",
-    "momentum_correction",
+    "momentum-correction",
     "momentum_bucket",
     "received",
     "received_bucket",

@@ -86,7 +86,7 @@ def test_a_known_bug_is_noticed(
 def test_one_rank_s_residuals_for_all_are_noticed(pair: Results, disturbed: Results) -> None:
     resumed = {"second_half": clean(disturbed, "residuals_of_rank_0_for_all")}
     with pytest.raises(AssertionError):
-        resume.test_resume_in_fresh_processes_is_exact(pair, resumed, "('global', 'error_feedback', 2)")
+        resume.test_resume_in_fresh_processes_is_exact(pair, resumed, "('global', 'error-feedback', 2)")
 
 
 def test_the_hook_has_the_form_that_ddp_compares_by_identity() -> None:

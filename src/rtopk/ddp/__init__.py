@@ -49,7 +49,7 @@ def register(
     density: float | Schedule = 0.001,
     *,
     selector: Selector | None = None,
-    memory: str | Callable[[], Memory] = "error_feedback",
+    memory: str | Callable[[], Memory] = "error-feedback",
     values: str = "fp32",
     rounding: Literal["nearest", "stochastic"] = "nearest",
     mean: Mean = "nodes",
@@ -71,7 +71,7 @@ def register(
 
     density: share of the entries that is sent, or a schedule such as rtopk.warm_up.
     selector: who is sent; RTopK(nodes=world size) by default, so r = world size times k.
-    memory: "error_feedback", "momentum_correction", "none", or a function that makes a memory.
+    memory: "error-feedback", "momentum-correction", "none", or a function that makes a memory.
     values: how values travel: "fp32" as they are, or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     rounding: "nearest", or "stochastic"; what it loses stays in the residual.
     mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rtopk.aggregate import Mean, average, average_sparse
 from rtopk.layout import Layout
+from rtopk.memory import clip
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
 
@@ -161,9 +162,3 @@ class Group:
             if not bool(vector.isfinite().all()):
                 raise ValueError(f"{kind} of the state is not finite; use an older checkpoint")
         return flat
-
-
-def clip(vector: Tensor, limit: float) -> Tensor:
-    """Return the vector, shortened to the limit if it is longer."""
-    norm = float(torch.linalg.vector_norm(vector))
-    return vector * (limit / norm) if norm > limit else vector

@@ -45,5 +45,5 @@ def refuse_momentum(optimizer: Optimizer, state: "State") -> None:
             has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
             raise ValueError(
                 f"MomentumCorrection puts momentum into the gradients, and {type(optimizer).__name__} "
-                f"has {has}: it would act twice; use SGD with momentum=0, or memory='error_feedback'"
+                f"has {has}: it would act twice; use SGD with momentum=0, or memory='error-feedback'"
             )

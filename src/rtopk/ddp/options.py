@@ -29,8 +29,8 @@ Scope = Literal["global", "bucket"]
 OnNonFinite = Literal["skip", "raise"]
 Counts = Literal["steps", "epochs"]
 MEMORIES: dict[str, Callable[[], Memory]] = {
-    "error_feedback": ErrorFeedback,
-    "momentum_correction": MomentumCorrection,
+    "error-feedback": ErrorFeedback,
+    "momentum-correction": MomentumCorrection,
     "none": NoMemory,
 }
 BYTES = 8192  # of the description that is exchanged

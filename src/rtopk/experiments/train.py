@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rtopk.aggregate import average
 from rtopk.experiments.config import Config
 from rtopk.experiments.tasks import Shard, Task, load
+from rtopk.memory import clip
 from rtopk.seed import derive
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import InProcess, Transport
@@ -220,12 +221,6 @@ class Node:
         """Continue from a state."""
         self.sparsifier.load_state_dict(state["sparsifier"])
         self.buffers = {name: value.clone() for name, value in state["buffers"].items()}
-
-
-def clip(vector: Tensor, limit: float) -> Tensor:
-    """Return the vector, shortened to the limit if it is longer."""
-    norm = float(torch.linalg.vector_norm(vector))
-    return vector * (limit / norm) if norm > limit else vector
 
 
 @contextmanager
