@@ -11,8 +11,8 @@ SOURCE = Path(rtopk.__file__).parent
 # Imports go only down this list: a module may import those before it.
 ORDER = [
     "sparse", "layout", "seed", "schedule", "simd", "loops", "threads", "twin", "kernels", "select", "memory",
-    "wire", "codec", "union", "aggregate", "transport", "sparsifier", "ddp", "adapters", "flower", "local", "lab",
-    "experiments", "bench", "report", "advise", "cli", "__main__",
+    "wire", "codec", "union", "aggregate", "transport", "sparsifier", "outer", "ddp", "adapters", "flower", "local",
+    "lab", "experiments", "bench", "report", "advise", "cli", "__main__",
 ]  # fmt: skip
 
 

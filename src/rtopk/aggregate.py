@@ -52,17 +52,58 @@ def _mean(
     mean: Mean,
     weights: Sequence[float] | None,
 ) -> Tensor:
-    total = torch.zeros(size, dtype=vectors[0].values.dtype, device=vectors[0].values.device)
-    received = torch.zeros_like(total) if mean == "received" else None
+    first = vectors[0].values
+    running = RunningMean(size, mean, weights is not None, dtype=first.dtype, device=first.device)
     for node, (slot, vector) in enumerate(zip(slots, vectors, strict=True)):
-        weight = 1.0 if weights is None else float(weights[node])
-        total.index_add_(0, slot, vector.values if weights is None else weight * vector.values)
-        if received is not None:
-            received[slot] += weight
-    if received is None:
-        return total.div_(len(vectors) if weights is None else float(sum(weights)))
-    # 0 / 0 where nobody sent, and where only nodes of weight zero did: those stay as they are.
-    return total.div_(received.masked_fill_(received == 0, 1.0))
+        running.add_at(slot, vector.values, 1.0 if weights is None else float(weights[node]))
+    return running.result()
+
+
+class RunningMean:
+    """The same mean, one node after the other: a vector can be dropped as soon as it is added.
+
+    `result` gives up the sum: nothing can be added after it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        mean: Mean = "nodes",
+        weighted: bool = False,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        if mean not in get_args(Mean):
+            raise ValueError(f"mean must be one of {get_args(Mean)}, got {mean!r}")
+        self.nodes = 0
+        self.weighted = weighted
+        self._weights: list[float] = []
+        self._total = torch.zeros(size, dtype=dtype, device=device)
+        self._received = torch.zeros_like(self._total) if mean == "received" else None
+
+    def add(self, vector: SparseVector, weight: float = 1.0) -> None:
+        """Add a node's vector."""
+        if vector.size != self._total.numel():
+            raise ValueError(f"vector must have size {self._total.numel()}, got {vector.size}")
+        self.add_at(vector.indices, vector.values, weight)
+
+    def add_at(self, slots: Tensor, values: Tensor, weight: float = 1.0) -> None:
+        """Add a node's values at these places, unique within a node."""
+        self._total.index_add_(0, slots, weight * values if self.weighted else values)
+        if self._received is not None:
+            self._received[slots] += weight if self.weighted else 1.0
+        self._weights.append(weight)
+        self.nodes += 1
+
+    def result(self) -> Tensor:
+        """Return the mean of what was added."""
+        if not self.nodes:
+            raise ValueError("there must be at least one vector to average, got none")
+        if self._received is None:
+            return self._total.div_(float(sum(self._weights)) if self.weighted else self.nodes)
+        # 0 / 0 where nobody sent, and where only nodes of weight zero did: those stay as they are.
+        return self._total.div_(self._received.masked_fill_(self._received == 0, 1.0))
 
 
 def _check(vectors: Sequence[SparseVector], mean: str, weights: Sequence[float] | None) -> int:

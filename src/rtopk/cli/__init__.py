@@ -11,7 +11,7 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
-from rtopk.cli import bench
+from rtopk.cli import bench, fed
 from rtopk.cli.demo import demo
 from rtopk.cli.lab import app as lab
 from rtopk.cli.train import train
@@ -44,6 +44,7 @@ def _options(
 
 
 app.add_typer(bench.app, name="bench")
+app.add_typer(fed.app, name="fed")
 app.command()(demo)
 app.command()(train)
 app.add_typer(lab, name="lab")

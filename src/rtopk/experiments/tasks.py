@@ -5,6 +5,7 @@ the score of a model. Everything random comes from a generator the loop hands in
 inside a fork that the loop has seeded (initial weights, dropout).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -133,6 +134,11 @@ def digits(part: Part) -> Classification:
     return Classification(train, held_out, lambda: mlp(64, (128, 128), 10))
 
 
+def wide_digits(hidden: int) -> Callable[[Part], Classification]:
+    """Make the same task for a network of two hidden layers of this width: to measure traffic, not learning."""
+    return lambda part: dataclasses.replace(digits(part), model=lambda: mlp(64, (hidden, hidden), 10))
+
+
 def hold_out(examples: Batch, part: Part) -> tuple[Batch, Batch]:
     """Divide examples into train and held-out: a quarter is the test set, a fifth of the rest validation."""
     inputs, targets = examples
@@ -147,7 +153,11 @@ def hold_out(examples: Batch, part: Part) -> tuple[Batch, Batch]:
     return (inputs[train], targets[train]), (inputs[held_out], targets[held_out])
 
 
-TASKS: dict[str, Callable[[Part], Task]] = {"digits": digits}
+TASKS: dict[str, Callable[[Part], Task]] = {
+    "digits": digits,
+    "digits-1m": wide_digits(968),  # 1,010,602 parameters
+    "digits-11m": wide_digits(3290),  # 11,074,150 parameters
+}
 
 
 def load(config: Config) -> Task:

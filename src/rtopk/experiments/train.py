@@ -93,8 +93,15 @@ class Run:
 
     def _update(self, node: "Node", rate: float) -> tuple[Tensor, float]:
         """Train on the node's data from the common weights; return common - own weights and the mean loss."""
-        config = self.config
         common = self.vector()
+        loss = self.train_node(node, rate)
+        update = common - self.vector()
+        self._set(common)
+        return update, loss
+
+    def train_node(self, node: "Node", rate: float) -> float:
+        """Do a node's local training of this round; the model is left at its own weights."""
+        config = self.config
         optimizer = torch.optim.SGD(
             self.model.parameters(), rate, momentum=config.momentum, weight_decay=config.weight_decay
         )
@@ -108,10 +115,8 @@ class Run:
                 nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
             optimizer.step()
             total += float(loss.detach())
-        update = common - self.vector()
-        self._set(common)
         self.model.zero_grad()
-        return update, total / steps
+        return total / steps
 
     def _apply(self, mean: Tensor, rate: float) -> None:
         if self.config.setting == "federated":

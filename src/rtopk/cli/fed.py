@@ -1,0 +1,101 @@
+"""`rtopk fed`: the federated setting on Flower."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+app = typer.Typer(help="Train federated on Flower, compressed both ways.", no_args_is_help=True)
+
+TASK = typer.Option("digits", help="What to learn.")
+METHOD = typer.Option("rtop-k", help="dense, top-k, random-k or rtop-k.")
+ROUNDS = typer.Option(10, min=1, help="Number of exchanges.")
+NODES = typer.Option(3, min=1, help="Number of clients.")
+SEED = typer.Option(0, help="The same seed gives the same weights in both engines.")
+DENSITY = typer.Option(0.01, help="Part of the entries that a client sends: k / d.")
+LOCAL_STEPS = typer.Option(0, help="Steps a round; 0 is an epoch.")
+RATE = typer.Option(0.02, help="Learning rate of the clients.")
+MEMORY = typer.Option("error-feedback", help="error-feedback or none.")
+VALUES = typer.Option("fp32", help="How values go up: fp32, fp16, bf16, int8, 4bit or 2bit.")
+DOWN_DENSITY = typer.Option(1.0, help="Part of the entries that the server sends.")
+DOWN_VALUES = typer.Option("fp32", help="How values go down; fp32 at density 1 is exact.")
+OUTER = typer.Option("sgd", help="At the centre: sgd, nesterov or sparseloco.")
+PLAIN = typer.Option(False, help="Flower alone: dense FedAvg, to compare with.")
+KNOWN = typer.Option(False, help="Clients make the first model from the seed.")
+OUT = typer.Option(None, help="Folder of the run; default runs/fed-KEY.")
+JSON = typer.Option(False, "--json", help="Print the record as one JSON object.")
+
+
+@app.command()
+def sim(
+    task: str = TASK, method: str = METHOD, rounds: int = ROUNDS, nodes: int = NODES, seed: int = SEED,
+    density: float = DENSITY, local_steps: int = LOCAL_STEPS, learning_rate: float = RATE,
+    memory: str = MEMORY, values: str = VALUES, downlink_density: float = DOWN_DENSITY,
+    downlink_values: str = DOWN_VALUES, outer: str = OUTER, plain: bool = PLAIN,
+    initial_known: bool = KNOWN, out: Path | None = OUT, as_json: bool = JSON,
+) -> None:  # fmt: skip
+    """Run in Flower's simulation: all clients on this machine, in ray."""
+    _run("sim", locals())
+
+
+@app.command()
+def deploy(
+    task: str = TASK, method: str = METHOD, rounds: int = ROUNDS, nodes: int = NODES, seed: int = SEED,
+    density: float = DENSITY, local_steps: int = LOCAL_STEPS, learning_rate: float = RATE,
+    memory: str = MEMORY, values: str = VALUES, downlink_density: float = DOWN_DENSITY,
+    downlink_values: str = DOWN_VALUES, outer: str = OUTER, plain: bool = PLAIN,
+    initial_known: bool = KNOWN, out: Path | None = OUT, as_json: bool = JSON,
+) -> None:  # fmt: skip
+    """Run a SuperLink and SuperNodes as processes on 127.0.0.1.
+
+    The bytes between them are counted at a proxy. Everything that was started is
+    stopped at the end, by its id.
+    """
+    _run("deploy", locals())
+
+
+def _run(engine: str, options: dict[str, Any]) -> None:
+    import contextlib
+    import sys
+
+    from rtopk.cli.show import console, make_progress, print_json
+    from rtopk.experiments.config import Config
+
+    names = ("task", "method", "rounds", "nodes", "seed", "density", "local_steps", "learning_rate")
+    try:
+        config = Config(
+            setting="federated",
+            evaluate_every=options["rounds"],
+            **{name: options[name] for name in (*names, "memory", "values")},
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        from rtopk.experiments.fed_run import deploy as run_deployed
+        from rtopk.experiments.fed_run import simulate
+        from rtopk.experiments.federated import Federation
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: pip install 'rtopk[flower]'") from error
+
+    passed = ("downlink_density", "downlink_values", "outer", "initial_known")
+    federation = Federation(
+        config=config, compressed=not options["plain"], **{name: options[name] for name in passed}
+    )
+    folder = options["out"] or Path("runs") / f"fed-{engine}-{config.key}"
+    with make_progress() as progress:
+        bar = progress.add_task(f"{engine} {config.task}", total=config.rounds)
+        with contextlib.redirect_stdout(sys.stderr):
+            if engine == "sim":
+                record = simulate(federation, folder)
+            else:
+                record = run_deployed(federation, folder, lambda done: progress.update(bar, completed=done))
+        progress.update(bar, completed=config.rounds)
+    if options["as_json"]:
+        print_json(record)
+        return
+    metric = record["metric"]
+    console.print(f"{record['status']}; {metric} {record['final'][metric]:.2f}; weights {record['weights']}")
+    if "wire" in record:
+        up, down = record["wire"]["up"], record["wire"]["down"]
+        console.print(f"On the wire: {up:,} bytes up, {down:,} down, engine included")
+    console.print(f"Record: {folder / 'result.json'}")

@@ -1,0 +1,237 @@
+"""A Flower deployment on this machine: a SuperLink, SuperNodes and a run, each a process that is ended by id.
+
+Everything listens on 127.0.0.1, with Flower's telemetry, update check and installation of dependencies off.
+`flwr run` exits with 0 even if the run fails, so the run's own status is asked for.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+OFFLINE = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+PATIENCE = 180.0  # seconds for a process to be ready
+
+
+class FleetError(RuntimeError):
+    """A part of the deployment did not do what it should."""
+
+
+class Fleet:
+    """A SuperLink and its SuperNodes, as long as the `with` block lasts; logs and state are in `folder`.
+
+    `secure` is (CA certificate, server certificate, server key) for TLS; `keys` are private keys of the
+    SuperNodes for authentication, in the order of `add_node`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        secure: tuple[Path, Path, Path] | None = None,
+        authenticated: bool = False,
+    ) -> None:
+        self.folder = folder.absolute()
+        self.secure = secure
+        self.authenticated = authenticated
+        self.port = free_port()
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self._children: list[subprocess.Popen[bytes]] = []
+        self.environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home")}
+        # The scripts of this environment first: a SuperLink starts others of Flower's by name.
+        self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+    def __enter__(self) -> "Fleet":
+        (self.folder / "home").mkdir(parents=True, exist_ok=True)
+        options = ["--insecure"]
+        if self.secure:
+            authority, certificate, key = map(str, self.secure)
+            options = ["--ssl-ca-certfile", authority, "--ssl-certfile", certificate, "--ssl-keyfile", key]
+        if self.authenticated:
+            options.append("--enable-supernode-auth")
+        connection = f'address = "127.0.0.1:{self.port}"\n' + (
+            f'root-certificates = "{self.secure[0]}"\n' if self.secure else "insecure = true\n"
+        )
+        (self.folder / "home" / "config.toml").write_text(
+            f'[superlink]\ndefault = "fleet"\n\n[superlink.fleet]\n{connection}'
+        )
+        try:
+            self._link = self._start(
+                "superlink", ["flower-superlink", *options, "--host", "127.0.0.1", "--port", str(self.port)]
+            )
+            self._await_port(self.port, self._link, "superlink")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def add_node(
+        self, config: Mapping[str, object], *, through: int | None = None, key: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a SuperNode; `through` is the port of a proxy, `key` its private key."""
+        port = free_port()
+        options = ["--root-certificates", str(self.secure[0])] if self.secure else ["--insecure"]
+        if key is not None:
+            options += ["--auth-supernode-private-key", str(key)]
+        values = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+        node = self._start(
+            f"supernode-{len(self.nodes)}",
+            ["flower-supernode", *options, "--superlink", f"127.0.0.1:{through or self.port}",
+             "--host", "127.0.0.1", "--port", str(port), "--node-config", values],
+        )  # fmt: skip
+        self.nodes.append(node)
+        return node
+
+    def flwr(self, *arguments: str) -> dict[str, Any]:
+        """Run Flower's command line and return what it prints as JSON."""
+        done = subprocess.run(
+            ["flwr", *arguments, "--format", "json"],
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        start = done.stdout.find("{")
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout[start:])
+        except ValueError as error:
+            raise FleetError(
+                f"flwr {' '.join(arguments)} said: {done.stdout[-500:]} {done.stderr[-500:]}"
+            ) from error
+        return answer
+
+    def submit(self, app: Path) -> str:
+        """Start a run of an app folder, return its id."""
+        answer = self.flwr("run", str(app), "fleet")
+        if not answer.get("success") or "run-id" not in answer:
+            raise FleetError(f"flwr run did not start a run: {answer}")
+        return str(answer["run-id"])
+
+    def status(self, run: str) -> str:
+        """Return the status of a run, such as `running` or `finished:completed`."""
+        answer = self.flwr("ls", "fleet", "--run-id", run)
+        return str(answer["runs"][0]["status"])
+
+    def wait(
+        self,
+        run: str,
+        *,
+        done: Callable[[], bool] = lambda: False,
+        on_poll: Callable[[], None] = lambda: None,
+        seconds: float = 3600.0,
+    ) -> str:
+        """Wait until a run has finished, return its status; `done` says that asking is worth while."""
+        deadline = time.monotonic() + seconds
+        asked = time.monotonic()
+        while time.monotonic() < deadline:
+            on_poll()
+            self._check_link()
+            if done() or time.monotonic() - asked > 15.0:
+                status = self.status(run)
+                asked = time.monotonic()
+                if status.startswith("finished"):
+                    return status
+            time.sleep(0.5)
+        raise FleetError(f"run {run} did not finish in {seconds:.0f} s; its logs are in {self.folder}")
+
+    def stop_node(self, node: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
+        """End a SuperNode and what it started."""
+        _end(node, number)
+
+    def stop(self) -> None:
+        """End all that was started."""
+        for child in reversed(self._children):
+            _end(child, signal.SIGTERM)
+        deadline = time.monotonic() + 10.0
+        for child in reversed(self._children):
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, deadline - time.monotonic()))
+            _end(child, signal.SIGKILL)
+            child.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            child = subprocess.Popen(
+                list(command),
+                env=self.environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # its children form a group of their own, ended with it
+            )
+        self._children.append(child)
+        return child
+
+    def _check_link(self) -> None:
+        if self._link.poll() is not None:
+            raise FleetError(f"the SuperLink ended with {self._link.returncode}: {self.tail('superlink')}")
+
+    def _await_port(self, port: int, child: subprocess.Popen[bytes], name: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if child.poll() is not None:
+                raise FleetError(f"{name} ended with {child.returncode}: {self.tail(name)}")
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            time.sleep(0.2)
+        raise FleetError(f"{name} did not listen within {PATIENCE:.0f} s: {self.tail(name)}")
+
+    def tail(self, name: str, characters: int = 2000) -> str:
+        """Return the end of a log."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace")[-characters:] if path.exists() else ""
+
+
+def _end(child: subprocess.Popen[bytes], number: int) -> None:
+    """Signal the group of a child: the group has the child's own id, nobody else's."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_app(folder: Path, federation: str) -> Path:
+    """Write the Flower app of the project's tasks: the code is rtopk's, the app holds its settings."""
+    module = folder / "rtopkfed"
+    module.mkdir(parents=True, exist_ok=True)
+    (module / "__init__.py").write_text("")
+    (module / "server.py").write_text(
+        "from rtopk.experiments.federated import server_app\n\napp = server_app()\n"
+    )
+    (module / "client.py").write_text(
+        "from rtopk.experiments.federated import client_app\n\napp = client_app()\n"
+    )
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "rtopkfed"\nversion = "1.0.0"\nlicense = { text = "Apache-2.0" }\ndependencies = []\n\n'
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n\n'
+        '[tool.flwr.app]\npublisher = "rtopk"\n\n'
+        '[tool.flwr.app.components]\nserverapp = "rtopkfed.server:app"\nclientapp = "rtopkfed.client:app"\n\n'
+        f'[tool.flwr.app.config]\nfederation = "{federation.encode().hex()}"\n'
+    )
+    return folder

@@ -1,0 +1,194 @@
+"""The way down: the server's model in versions, and what a client needs to get from its version to the last.
+
+Between two versions goes a payload: the new values of the entries that changed (`lossless`, whatever the
+strategy did), or with `density` or a narrow value form what `Codec` makes of the difference; what that leaves
+out stays at the server (it is the difference again in the next round). Both sides add the same decoded
+numbers, so they hold the same bits, and a digest in every message proves it.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rtopk.codec import Codec
+from rtopk.kernels import require_finite
+from rtopk.seed import generator
+from rtopk.select import Selector, TopK
+from rtopk.sparse import SparseVector
+
+Kind = Literal["held", "deltas", "snapshot"]
+
+
+class OutOfStepError(ValueError):
+    """A client whose model is not the one the server means; it needs a snapshot."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What takes a client from `base` to `version`."""
+
+    kind: Kind
+    base: int
+    version: int
+    digest: bytes
+    payloads: tuple[Tensor, ...]  # none if held, one of every entry if a snapshot
+
+
+def digest(vector: Tensor) -> bytes:
+    """Name the exact bits of a model."""
+    return hashlib.blake2b(vector.contiguous().numpy().data, digest_size=16).digest()
+
+
+class Versions:
+    """The server's side.
+
+    `model` is what every client holds after the update to `version`. `density` 1 with `values` fp32 is
+    lossless. Every `anchor_every` versions all clients get a snapshot and nothing stays back (0: never).
+    `history` deltas are kept for clients that were away; the chain is sent if it is smaller than a snapshot.
+    """
+
+    def __init__(
+        self,
+        model: Tensor,  # (d,) float32
+        fingerprint: int = 0,
+        *,
+        density: float = 1.0,
+        values: str = "fp32",
+        selector: Selector | None = None,
+        dense_size: int = 0,
+        anchor_every: int = 0,
+        history: int = 16,
+        seed: int = 0,
+    ) -> None:
+        require_finite(model, "model")
+        if not 0.0 < density <= 1.0:
+            raise ValueError(f"downlink density must be in (0, 1], got {density}")
+        if anchor_every < 0 or history < 1:
+            raise ValueError(f"need anchor_every >= 0 and history >= 1, got {anchor_every}, {history}")
+        self.model = model.clone()
+        self.version = 0
+        self.digest = digest(self.model)
+        self.codec = Codec(values, fingerprint=fingerprint)
+        self.density = density
+        self.selector = TopK() if selector is None else selector
+        self.dense_size = dense_size
+        self.anchor_every = anchor_every
+        self.seed = seed
+        self.back = torch.zeros(0)  # what the clients do not have yet: target - model; empty if nothing
+        self._deltas: deque[tuple[int, Tensor]] = deque(maxlen=history)  # (base, payload)
+        self._snapshot: Tensor | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Say whether clients get exactly the target."""
+        return self.density == 1.0 and self.codec.values == "fp32"
+
+    @property
+    def target(self) -> Tensor:
+        """Where the server would like the clients to be."""
+        return self.model + self.back if self.back.numel() else self.model
+
+    def advance(self, target: Tensor) -> None:
+        """Make the next version: as near to the target as one payload gets."""
+        if target.shape != self.model.shape:
+            raise ValueError(f"target must have {self.model.numel()} entries, got {target.numel()}")
+        require_finite(target, "target")
+        version = self.version + 1
+        anchor = bool(self.anchor_every) and version % self.anchor_every == 0
+        if anchor or self.lossless:
+            changed = (target.view(torch.int32) != self.model.view(torch.int32)).nonzero()[:, 0]
+            payload = None if anchor else self.codec.encode(SparseVector.gather(target, changed))
+            model, back = target.clone(), torch.zeros(0)
+        else:
+            payload, model, back = self._approach(target, version)
+        self.model, self.back, self.version, self.digest = model, back, version, digest(model)
+        self._snapshot = None
+        if payload is None:
+            self._deltas.clear()
+        else:
+            self._deltas.append((version - 1, payload))
+
+    def _approach(self, target: Tensor, version: int) -> tuple[Tensor, Tensor, Tensor]:
+        difference = target - self.model
+        sparse_size = difference.numel() - self.dense_size
+        rng = generator(self.seed, "downlink", version)
+        tail = torch.arange(sparse_size, difference.numel())
+        k = max(1, round(self.density * sparse_size)) if sparse_size else 0
+        head = self.selector.select(difference[:sparse_size], k, rng) if sparse_size else tail[:0]
+        chosen = SparseVector.gather(difference, torch.cat([head, tail]))
+        payload, sent = self.codec.encode_with_decoded(chosen, rng)
+        model = self.model.clone()
+        model[sent.indices] += sent.values
+        return payload, model, target - model
+
+    def since(self, base: int | None) -> Update:
+        """Return what a client at version `base` needs; None is a client that holds nothing."""
+        if base == self.version:
+            return Update("held", self.version, self.version, self.digest, ())
+        chain = [p for b, p in self._deltas if base is not None and b >= base]
+        whole = 40 + 4 * self.model.numel()
+        reaches = base is not None and bool(chain) and len(chain) == self.version - base
+        if reaches and sum(p.numel() for p in chain) < whole:
+            return Update("deltas", base or 0, self.version, self.digest, tuple(chain))
+        if self._snapshot is None:
+            everything = SparseVector(torch.arange(self.model.numel()), self.model, self.model.numel())
+            self._snapshot = Codec(fingerprint=self.codec.fingerprint).encode(everything)
+        return Update("snapshot", self.version, self.version, self.digest, (self._snapshot,))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next version depends on."""
+        return {
+            "model": self.model.clone(),
+            "back": self.back.clone(),
+            "version": self.version,
+            "deltas": [(base, payload) for base, payload in self._deltas],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same model."""
+        if state["model"].shape != self.model.shape:
+            raise ValueError(
+                f"state is of a model of {state['model'].numel()} entries, this one has {self.model.numel()}"
+            )
+        self.model, self.back, self.version = state["model"].clone(), state["back"].clone(), state["version"]
+        self.digest = digest(self.model)
+        self._snapshot = None
+        self._deltas.clear()
+        self._deltas.extend((base, payload) for base, payload in state["deltas"])
+
+
+def follow(held: Tensor | None, update: Update, *, size: int, fingerprint: int, lossless: bool) -> Tensor:
+    """Return a client's model after an update; OutOfStepError unless it is the server's to the bit."""
+    codec = Codec(fingerprint=fingerprint)
+    if update.kind == "snapshot":
+        model = _one(update.payloads, codec, size).values
+    elif held is None:
+        raise OutOfStepError(f"an update from version {update.base} needs a model, this client holds none")
+    else:
+        model = held.clone()
+        for payload in update.payloads:
+            sent = codec.decode(payload, size=size)
+            if lossless:
+                model[sent.indices] = sent.values
+            else:
+                model[sent.indices] += sent.values
+    if digest(model) != update.digest:
+        raise OutOfStepError(
+            f"after {update.kind} to version {update.version} the model is {digest(model).hex()}, "
+            f"the server has {update.digest.hex()}"
+        )
+    return model
+
+
+def _one(payloads: Sequence[Tensor], codec: Codec, size: int) -> SparseVector:
+    if len(payloads) != 1:
+        raise OutOfStepError(f"a snapshot is one payload, got {len(payloads)}")
+    vector = codec.decode(payloads[0], size=size)
+    if len(vector) != size:
+        raise OutOfStepError(f"a snapshot has all {size} entries, got {len(vector)}")
+    return vector

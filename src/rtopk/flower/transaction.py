@@ -1,0 +1,149 @@
+"""A client's error feedback as a transaction: nothing is lost and nothing counted twice.
+
+A reply may be lost after the residual was reduced. So the payload of a round stays *pending* beside the
+residual until the server says which round it accepted from this client last; then it is dropped (committed)
+or added back. Every message carries (session, clock): the clock grows with every message of a server, the
+session with every new training. An older message is stale, an equal one a duplicate.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtopk.memory import Memory
+from rtopk.sparse import SparseVector
+from rtopk.sparsifier import Sparsifier
+
+NOTHING = -1  # "no round accepted"
+log = logging.getLogger("rtopk.flower")
+
+
+class Heard(Enum):
+    """What a message is to a client that remembers the last one."""
+
+    NEW = "new"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What the server says in every message: who and when it is, and what it accepted from this client."""
+
+    session: int
+    clock: int
+    accepted: int = NOTHING  # the last round
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A payload whose fate is not known."""
+
+    round: int
+    payload: Tensor  # (bytes,) uint8
+    reply: bytes  # the whole reply, to be repeated if the message comes twice
+
+
+class Transaction:
+    """The residual of one client, its pending payload, and the last statement it acted on.
+
+    `hear` must come before `produce`. Whoever keeps the state on disk saves after `produce` and before the
+    reply leaves: a crash before the save leaves the last round pending, a crash after it this one.
+    """
+
+    def __init__(self, sparsifier: Sparsifier) -> None:
+        self.sparsifier = sparsifier
+        self.session = 0
+        self.clock = NOTHING
+        self.committed = NOTHING  # the last round that is known to be accepted
+        self.pending: Pending | None = None
+
+    def judge(self, statement: Statement) -> Heard:
+        """Say what a message is, without acting on it."""
+        ours, theirs = (self.session, self.clock), (statement.session, statement.clock)
+        return Heard.NEW if theirs > ours else Heard.DUPLICATE if theirs == ours else Heard.STALE
+
+    def hear(self, statement: Statement) -> Heard:
+        """Settle what is pending by a new statement; duplicate and stale ones change nothing."""
+        heard = self.judge(statement)
+        if heard is not Heard.NEW:
+            return heard
+        if statement.session != self.session:
+            self._start_over(statement)
+        elif self.pending is not None and statement.accepted == self.pending.round:
+            self.committed, self.pending = self.pending.round, None
+        elif statement.accepted > self.committed:
+            # The server has a later round of ours than we remember: this state is an old copy. What it holds
+            # may have been sent since, and sending it again would count it twice.
+            log.warning(
+                "the server accepted round %d, this client remembers %d: its residual is out of date, dropped",
+                statement.accepted,
+                self.committed,
+            )
+            self._start_over(statement)
+        elif self.pending is not None:
+            self._put_back(self.pending)
+            self.pending = None
+        self.session, self.clock = statement.session, statement.clock
+        return heard
+
+    def produce(self, update: Tensor, round_: int) -> Tensor:
+        """Compress this round's update; the payload is pending once `hold` was called with its reply."""
+        if self.pending is not None:
+            raise ValueError(f"round {self.pending.round} is still pending: hear the next message first")
+        return self.sparsifier.compress(update, round_)
+
+    def hold(self, round_: int, payload: Tensor, reply: bytes) -> None:
+        """Keep what was produced until the server has spoken."""
+        self.pending = Pending(round_, payload.clone(), reply)
+
+    def _put_back(self, pending: Pending) -> None:
+        sent = self.sparsifier.codec.decode(pending.payload)
+        put_back(self.sparsifier.memory, sent)
+
+    def _start_over(self, statement: Statement) -> None:
+        self.sparsifier.memory.load_state_dict({})
+        self.pending, self.committed = None, statement.accepted
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next message depends on: tensors and plain values only."""
+        pending = self.pending
+        return {
+            "sparsifier": self.sparsifier.state_dict(),
+            "session": self.session,
+            "clock": self.clock,
+            "committed": self.committed,
+            "pending": None
+            if pending is None
+            else {
+                "round": pending.round,
+                "payload": pending.payload,
+                "reply": torch.frombuffer(bytearray(pending.reply), dtype=torch.uint8)
+                if pending.reply
+                else torch.empty(0, dtype=torch.uint8),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        pending = state["pending"]
+        self.sparsifier.load_state_dict(state["sparsifier"])
+        self.session, self.clock = state["session"], state["clock"]
+        self.committed = state["committed"]
+        self.pending = pending and Pending(
+            pending["round"], pending["payload"], pending["reply"].numpy().tobytes()
+        )
+
+
+def put_back(memory: Memory, sent: SparseVector) -> None:
+    """Add to a memory what was taken out of it but did not arrive.
+
+    Subtracting the negative does it for every memory; one that masks velocity has masked these entries
+    already when they were sent.
+    """
+    memory.subtract(SparseVector(sent.indices, -sent.values, sent.size))

@@ -1,0 +1,6 @@
+"""Tests of the Flower part share a harness in this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

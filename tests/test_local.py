@@ -1,0 +1,121 @@
+"""Local SGD with an outer optimizer: on two ranks of gloo, and its optimizers against torch's."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from rtopk.local import LocalSGD
+from rtopk.outer import SGD, DecayedErrorFeedback, Nesterov, by_name
+
+
+def test_nesterov_is_torchs():
+    start, rng = torch.randn(50), torch.Generator().manual_seed(1)
+    weight = nn.Parameter(start.clone())
+    theirs = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    ours, state = start.clone(), {}
+    for _ in range(5):
+        update = torch.randn(50, generator=rng)
+        weight.grad = update.clone()
+        theirs.step()
+        step, state = Nesterov().step(update, state)
+        ours -= step
+    assert torch.allclose(ours, weight.detach(), atol=1e-5)
+
+
+def test_sgd_with_rate_one_is_the_update_itself():
+    update = torch.randn(5)
+    assert SGD().step(update, {})[0] is update
+
+
+def test_decayed_error_feedback():
+    memory = DecayedErrorFeedback(0.5)
+    memory.add(torch.tensor([4.0, 2.0]))
+    assert memory.add(torch.tensor([1.0, 1.0])).tolist() == [3.0, 2.0]
+    with pytest.raises(ValueError, match="finite"):
+        memory.add(torch.tensor([float("nan"), 0.0]))
+    assert memory.residual.tolist() == [3.0, 2.0]
+    with pytest.raises(ValueError, match="decay"):
+        DecayedErrorFeedback(0.0)
+
+
+def test_unknown_outer():
+    with pytest.raises(ValueError, match="sgd, nesterov, sparseloco"):
+        by_name("adam")
+
+
+def train(model, local, steps, rank):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rng = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        inputs = torch.randn(16, 6, generator=rng)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        local.step()
+    return float(loss.detach())
+
+
+def make():
+    model = nn.Linear(6, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    return model
+
+
+def test_one_rank_at_density_one_is_plain_training():
+    model, plain = make(), make()
+    local = LocalSGD(model, 3, density=1.0)
+    train(model, local, 9, 0)
+    train(plain, LocalSGD(make(), 100), 9, 0)
+    assert local.round == 3
+    assert torch.allclose(model.weight, plain.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("outer", ["sgd", "nesterov", "sparseloco"])
+def test_state_goes_on(outer):
+    whole = make()
+    local = LocalSGD(whole, 2, density=0.4, outer=outer)
+    train(whole, local, 4, 0)
+    copy = make()
+    copy.load_state_dict(whole.state_dict())
+    resumed = LocalSGD(copy, 2, density=0.4, outer=outer)
+    resumed.load_state_dict(local.state_dict())
+    train(whole, local, 4, 1)
+    train(copy, resumed, 4, 1)
+    assert torch.equal(whole.weight, copy.weight)
+
+
+def _rank(rank, port, outer, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        model = make()
+        local = LocalSGD(model, 5, density=0.5, outer=outer)
+        loss = train(model, local, 100, rank)
+        torch.save({"weight": model.weight.detach(), "loss": loss, "sent": local.sent}, f"{folder}/{rank}.pt")
+        with torch.no_grad():
+            model.weight += rank
+        with pytest.raises(ValueError, match="other weights than rank 0"):
+            LocalSGD(model, 5)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("outer", ["sgd", "nesterov"])
+def test_two_ranks_stay_alike_and_learn(tmp_path, outer):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank, args=(port, outer, str(tmp_path)), nprocs=2)
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert torch.equal(one["weight"], two["weight"])
+    assert one["loss"] < 0.5
+    assert one["sent"] > 0
