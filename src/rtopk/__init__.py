@@ -9,6 +9,7 @@ from rtopk.aggregate import average, average_sparse
 from rtopk.codec import Codec, PayloadError
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, MomentumCorrection, NoMemory
+from rtopk.rivals import Dealt, RAgeK, Threshold
 from rtopk.schedule import constant, warm_up
 from rtopk.select import RandomK, RTopK, TopK, random_k, rtop_k, top_k
 from rtopk.sparse import SparseVector
@@ -19,16 +20,19 @@ __version__ = "0.1.0"
 __all__ = [
     "AllGather",
     "Codec",
+    "Dealt",
     "ErrorFeedback",
     "InProcess",
     "Layout",
     "MomentumCorrection",
     "NoMemory",
     "PayloadError",
+    "RAgeK",
     "RTopK",
     "RandomK",
     "SparseVector",
     "Sparsifier",
+    "Threshold",
     "TopK",
     "average",
     "average_sparse",

@@ -4,7 +4,7 @@ Algorithm 1 of the paper, "On Nodes": add to memory, select, encode, subtract wh
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from rtopk.codec import Codec
 from rtopk.kernels import Candidates
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
+from rtopk.rivals import Rule, Seat, Seated
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.seed import generator
 from rtopk.select import Selector, Tracker
@@ -35,7 +36,7 @@ class Sparsifier:
 
     def __init__(
         self,
-        selector: Selector,
+        selector: Rule,
         density: float | Schedule,
         memory: Memory | None = None,
         codec: Codec | None = None,
@@ -45,7 +46,8 @@ class Sparsifier:
         layout: Layout | None = None,
     ) -> None:
         self.selector = selector
-        self.tracker = Tracker(selector)
+        self.seat: Seat | None = selector.seat(seed, node) if isinstance(selector, Seated) else None
+        self.tracker = Tracker(self.seat or cast(Selector, selector))
         self.density = as_schedule(density)
         self.memory = ErrorFeedback() if memory is None else memory
         self.codec = Codec(fingerprint=layout.fingerprint if layout else 0) if codec is None else codec
@@ -64,9 +66,13 @@ class Sparsifier:
             accumulated, candidates = self.memory.add(gradient), None  # (d,)
         else:
             accumulated, candidates = self.memory.add(gradient, *search)
+        if self.seat is not None:
+            self.seat.begin(step)
         chosen = self._choose(accumulated, sparse_size, k, rng, candidates)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
+        if self.seat is not None:
+            self.seat.end(sent.indices)
         return payload
 
     def _choose(
@@ -102,11 +108,25 @@ class Sparsifier:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on: numbers and tensors only."""
-        return {"seed": self.seed, "node": self.node, "memory": self.memory.state_dict()}
+        state = {"seed": self.seed, "node": self.node, "memory": self.memory.state_dict()}
+        return state if self.seat is None else {**state, "seat": self.seat.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; one of another seed or node is refused and changes nothing."""
         for name, own in (("seed", self.seed), ("node", self.node)):
             if state[name] != own:
                 raise ValueError(f"state is of {name} {state[name]}, this sparsifier has {name} {own}")
-        self.memory.load_state_dict(state["memory"])
+        if ("seat" in state) != (self.seat is not None):
+            raise ValueError(
+                "state is of a selector of another kind (one of them keeps a seat); use the same"
+            )
+        if self.seat is None:
+            self.memory.load_state_dict(state["memory"])
+            return
+        before = self.seat.state_dict()
+        self.seat.load_state_dict(state["seat"])
+        try:
+            self.memory.load_state_dict(state["memory"])
+        except Exception:
+            self.seat.load_state_dict(before)
+            raise

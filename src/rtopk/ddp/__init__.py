@@ -24,8 +24,8 @@ from rtopk.ddp.rounds import take
 from rtopk.ddp.state import Scaler, State
 from rtopk.ddp.stats import Stats
 from rtopk.memory import Memory
+from rtopk.rivals import Rule
 from rtopk.schedule import Schedule
-from rtopk.select import Selector
 from rtopk.transport import AllGather
 
 __all__ = [
@@ -48,7 +48,7 @@ def register(
     model: nn.Module,
     density: float | Schedule = 0.001,
     *,
-    selector: Selector | None = None,
+    selector: Rule | None = None,
     memory: str | Callable[[], Memory] = "error-feedback",
     values: str = "fp32",
     rounding: Literal["nearest", "stochastic"] = "nearest",
@@ -70,7 +70,8 @@ def register(
     """Make a DDP model exchange rTop-k payloads; every rank calls it, with the same options.
 
     density: share of the entries that is sent, or a schedule such as rtopk.warm_up.
-    selector: who is sent; RTopK(nodes=world size) by default, so r = world size times k.
+    selector: who is sent; RTopK(nodes=world size) by default, so r = world size times k. Dealt(world size)
+        lets no two ranks send the same entry (docs/rivals.md).
     memory: "error-feedback", "momentum-correction", "none", or a function that makes a memory.
     values: how values travel: "fp32" as they are, or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     rounding: "nearest", or "stochastic"; what it loses stays in the residual.

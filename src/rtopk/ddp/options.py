@@ -21,8 +21,9 @@ from rtopk.codec import Codec
 from rtopk.ddp.control import by_rank
 from rtopk.layout import DenseRule
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from rtopk.rivals import Dealt, RAgeK, Rule, Threshold
 from rtopk.schedule import Schedule, as_schedule
-from rtopk.select import RTopK, Selector
+from rtopk.select import RTopK
 from rtopk.transport import AllGather
 
 Scope = Literal["global", "bucket"]
@@ -42,7 +43,7 @@ class Options:
     """The choices of one registration; `register` describes them."""
 
     density: Schedule
-    selector: Selector
+    selector: Rule
     make_memory: Callable[[], Memory]
     values: str
     rounding: Literal["nearest", "stochastic"]
@@ -63,7 +64,7 @@ class Options:
         cls,
         nodes: int,
         density: float | Schedule,
-        selector: Selector | None,
+        selector: Rule | None,
         memory: str | Callable[[], Memory],
         **others: Any,
     ) -> "Options":
@@ -87,6 +88,7 @@ class Options:
             make = MEMORIES[memory]
         else:
             make = memory
+        refuse_selector(selector, nodes)
         clip_norm, weights = others["clip_norm"], others["weights"]
         if clip_norm is not None and not 0.0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {clip_norm}")
@@ -130,6 +132,18 @@ class Options:
             "on_nonfinite": self.on_nonfinite,
             "max_skips": str(self.max_skips),
         }
+
+
+def refuse_selector(selector: Rule | None, nodes: int) -> None:
+    """Raise ValueError for a rule that the hook cannot serve."""
+    if isinstance(selector, Dealt) and selector.nodes != nodes:
+        raise ValueError(f"Dealt must have nodes={nodes}, one a rank, got {selector.nodes}")
+    if isinstance(selector, Threshold):
+        raise ValueError("Threshold sends another number of entries on every rank, and ranks exchange messages "
+                         "of one size; use TopK, RTopK or Dealt")  # fmt: skip
+    if isinstance(selector, RAgeK):
+        raise ValueError("RAgeK keeps ages, which the hook neither saves nor takes back when ranks skip a step; "
+                         "use RTopK or Dealt")  # fmt: skip
 
 
 def compare(transport: AllGather, description: dict[str, str] | None, refusal: Exception | None) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,17 +14,30 @@ from rtopk.aggregate import Mean
 from rtopk.codec import Codec
 from rtopk.layout import Layout, nothing, one_dimensional
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from rtopk.powersgd import LowRank
+from rtopk.rivals import Dealt, RAgeK, Rule, Threshold
 from rtopk.schedule import Schedule, check_density, constant, warm_up
-from rtopk.select import RandomK, RTopK, Selector, TopK
+from rtopk.select import RandomK, RTopK, TopK
 
 Setting = Literal["distributed", "federated"]
 MemoryName = Literal["error-feedback", "momentum-correction", "none"]
 RateSchedule = Literal["constant", "cosine", "piecewise"]
-Split = Literal["iid", "dirichlet"]
+Split = Literal["iid", "dirichlet", "class"]
 Part = Literal["test", "validation"]
 
-# The rule for r of each method; "dense" is top-k of everything.
-METHODS = ("dense", "top-k", "random-k", "rtop-k")
+# The rule of each method; "dense" is top-k of everything, and powersgd sends matrices instead of entries.
+RULES: dict[str, Callable[["Config"], Rule]] = {
+    "dense": lambda config: TopK(),
+    "top-k": lambda config: TopK(),
+    "random-k": lambda config: RandomK(),
+    "rtop-k": lambda config: RTopK(**config.considered),
+    "rage-k": lambda config: RAgeK(**config.considered),
+    "dealt-k": lambda config: Dealt(config.nodes),
+    "threshold": lambda config: Threshold(config.threshold),
+}
+METHODS = (*RULES, "powersgd")
+# Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
+ADDED = {"threshold": 0.0, "matrix_rank": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +55,9 @@ class Config:
 
     density: float = 0.01
     dense_biases: bool = False  # send tensors of one dimension whole; the paper lets all entries compete
-    r_over_k: float = 0.0  # rtop-k only; 0 is the paper's choice, the number of nodes
+    r_over_k: float = 0.0  # rtop-k and rage-k only; 0 is the paper's choice, the number of nodes
+    threshold: float = 0.0  # threshold only: the least magnitude that is sent; density then says nothing
+    matrix_rank: int = 0  # powersgd only: columns of each factor; density then says nothing
     values: str = "fp32"  # how the codec writes values
     memory: MemoryName = "error-feedback"
     masking: bool = True  # momentum-correction only
@@ -80,6 +96,7 @@ class Config:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         check_density(self.density)
+        self._check_method()
         self.make_codec(0)  # refuses values that it does not know
         if not self.learning_rate > 0.0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
@@ -95,16 +112,34 @@ class Config:
         if self.setting == "distributed" and self.local_steps:
             raise ValueError(f"local_steps is for the federated setting, got {self.local_steps}")
 
+    def _check_method(self) -> None:
+        for name, method in (("threshold", "threshold"), ("matrix_rank", "powersgd")):
+            value = getattr(self, name)
+            if self.method == method and not value > 0:
+                raise ValueError(f"{name} must be positive for method {method}, got {value}")
+            if self.method != method and value:
+                raise ValueError(f"{name} must be 0 for method {self.method}, got {value}: it is {method}'s")
+        if self.method == "powersgd" and (
+            self.memory == "momentum-correction" or self.warm_up or self.dense_biases
+        ):
+            raise ValueError(
+                "powersgd must have memory error-feedback or none, warm_up 0 and dense_biases off: "
+                "it sends tensors of one dimension whole in any case"
+            )
+
+    @property
+    def considered(self) -> dict[str, Any]:
+        """Return how r follows from k, as selectors take it."""
+        return {"r_over_k": self.r_over_k} if self.r_over_k else {"nodes": self.nodes}
+
     @property
     def corrects_momentum(self) -> bool:
         """Say whether the nodes, not the centre, carry the momentum."""
         return self.memory == "momentum-correction"
 
-    def make_selector(self) -> Selector:
+    def make_selector(self) -> Rule:
         """Build the rule for which entries are sent."""
-        if self.method == "rtop-k":
-            return RTopK(r_over_k=self.r_over_k) if self.r_over_k else RTopK(nodes=self.nodes)
-        return RandomK() if self.method == "random-k" else TopK()
+        return RULES[self.method](self)
 
     def make_memory(self) -> Memory:
         """Build one node's memory."""
@@ -124,6 +159,10 @@ class Config:
     def make_layout(self, model: nn.Module) -> Layout:
         """Lay out a model's parameters."""
         return Layout.of(model, dense=one_dimensional if self.dense_biases else nothing)
+
+    def make_low_rank(self, layout: Layout, codec: Codec) -> LowRank | None:
+        """Build what the nodes of powersgd share; None for every other method."""
+        return LowRank(layout, self.matrix_rank, codec, self.seed) if self.method == "powersgd" else None
 
     def make_codec(self, fingerprint: int) -> Codec:
         """Build the codec that all nodes share."""
@@ -145,5 +184,6 @@ class Config:
     @property
     def key(self) -> str:
         """Name this configuration, seed included, in 16 hexadecimal digits."""
-        text = json.dumps(self.to_dict(), sort_keys=True).encode()
+        values = {n: v for n, v in self.to_dict().items() if n not in ADDED or v != ADDED[n]}
+        text = json.dumps(values, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -45,6 +45,11 @@ class ProcessRun(Run):
                 f"under torchrun only the distributed setting runs, got {config.setting!r}; "
                 "run the federated one in one process"
             )
+        if config.method == "powersgd":
+            raise ValueError(
+                "under torchrun powersgd does not run; run it in one process, or use torch's own hook, "
+                "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+            )
         if config.nodes != transport.nodes:
             raise ValueError(
                 f"nodes must be the number of processes, {transport.nodes}, got {config.nodes}; "

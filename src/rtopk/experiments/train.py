@@ -21,6 +21,7 @@ from rtopk.aggregate import average
 from rtopk.experiments.config import Config
 from rtopk.experiments.tasks import Shard, Task, load
 from rtopk.memory import clip
+from rtopk.powersgd import LowRankNode, Matrices
 from rtopk.seed import derive
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import InProcess, Transport
@@ -44,6 +45,7 @@ class Run:
             momentum=0.0 if config.corrects_momentum else config.momentum,
             weight_decay=config.weight_decay,
         )
+        self.low_rank = config.make_low_rank(self.layout, self.codec)  # None but for powersgd
         shards = self.task.shards(config)
         self.weights = [float(len(shard)) for shard in shards] if config.weighted else None
         self.nodes = [Node(self, number, shards[number]) for number in self.transport.local]
@@ -72,10 +74,7 @@ class Run:
                 vector, loss = work(node, rate)
             payloads.append(node.sparsifier.compress(vector, self.round))
             losses.append(loss)
-        everyone = self.transport.exchange(payloads)
-        vectors = [self.codec.decode(payload, size=self.layout.size) for payload in everyone]
-        self._apply(average(vectors, config.mean, self.weights), rate)
-        self._count(payloads, everyone)
+        self._apply(self._mean(payloads), rate)
         self.loss = sum(losses) / len(losses)
         self.round += 1
 
@@ -127,11 +126,24 @@ class Run:
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
 
-    def _count(self, payloads: list[Tensor], everyone: list[Tensor]) -> None:
+    def _mean(self, payloads: list[Tensor]) -> Tensor:
+        """Exchange the local nodes' payloads, and what the method sends in answer; return the mean of all."""
+        if self.low_rank is None:
+            everyone = self._exchange(payloads)
+            vectors = [self.codec.decode(payload, size=self.layout.size) for payload in everyone]
+            return average(vectors, self.config.mean, self.weights)
+        left = self.low_rank.agree(self._exchange(payloads), self.weights)
+        answers = [node.answer(left) for node in self.nodes]
+        return self.low_rank.finish(left, self._exchange(answers), self.weights)
+
+    def _exchange(self, payloads: list[Tensor]) -> list[Tensor]:
+        """Return the payloads of all nodes, and count their bytes."""
+        everyone = self.transport.exchange(payloads)
         sent = sum(payload.numel() for payload in payloads)
         total = sum(payload.numel() for payload in everyone)
         self.sent += round(sent / len(payloads))
         self.received += round(total - sent / len(payloads))
+        return everyone
 
     def vector(self) -> Tensor:
         """Return a copy of the weights as one flat vector."""
@@ -203,15 +215,25 @@ class Node:
         self.number = number
         self.shard = shard
         self.buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-        self.sparsifier = Sparsifier(
-            run.config.make_selector(),
-            run.config.make_density(),
-            run.config.make_memory(),
-            run.codec,
-            run.config.seed,
-            node=number,
-            layout=run.layout,
-        )
+        config = run.config
+        self.sparsifier: Sparsifier | LowRankNode
+        if run.low_rank is not None:
+            self.sparsifier = LowRankNode(run.low_rank, config.make_memory())
+        else:
+            self.sparsifier = Sparsifier(
+                config.make_selector(),
+                config.make_density(),
+                config.make_memory(),
+                run.codec,
+                config.seed,
+                node=number,
+                layout=run.layout,
+            )
+
+    def answer(self, left: Matrices) -> Tensor:
+        """Return PowerSGD's second message."""
+        assert isinstance(self.sparsifier, LowRankNode)
+        return self.sparsifier.answer(left)
 
     def residual_norm(self) -> float:
         """Return the norm of the residual; 0 where nothing is kept."""
