@@ -7,10 +7,30 @@ import itertools
 
 import torch
 
-from rtopk import Codec, ErrorFeedback, MomentumCorrection, NoMemory, RandomK, RTopK, Sparsifier, TopK, rtop_k
+from rtopk import (
+    Codec,
+    Dealt,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoMemory,
+    RAgeK,
+    RandomK,
+    RTopK,
+    Sparsifier,
+    Threshold,
+    TopK,
+    rtop_k,
+)
 from rtopk.seed import generator
 
-SELECTORS = {"TopK": TopK, "RandomK": RandomK, "RTopK": lambda: RTopK(nodes=4)}
+SELECTORS = {
+    "TopK": TopK,
+    "RandomK": RandomK,
+    "RTopK": lambda: RTopK(nodes=4),
+    "Threshold": lambda: Threshold(8.0),
+    "RAgeK": lambda: RAgeK(nodes=4),
+    "Dealt": lambda: Dealt(nodes=4),
+}
 MEMORIES = {
     "NoMemory": NoMemory,
     "ErrorFeedback": ErrorFeedback,
@@ -112,6 +132,38 @@ def quantisation_error_stays(size=50):
             return super().encode_with_decoded(rounded, rng)
 
     nothing_lost(TopK(), ErrorFeedback(), Coarse(), size)
+
+
+def nobody_is_dealt_the_same(nodes=4, size=400, k=20, rounds=6):
+    """In no round do two nodes send the same entry, and every entry comes to every node in time."""
+    sent = [set() for _ in range(nodes)]
+    for seed in (0, 7):
+        team = [Sparsifier(Dealt(nodes), k / size, NoMemory(), seed=seed, node=i) for i in range(nodes)]
+        for step in range(rounds):
+            gradient = next(gradients(size, 1, seed))
+            chosen = [set(Codec().decode(node.compress(gradient, step)).indices.tolist()) for node in team]
+            assert [len(c) for c in chosen] == [k] * nodes
+            assert len(set().union(*chosen)) == k * nodes
+            for mine, now in zip(sent, chosen, strict=True):
+                mine |= now
+    largest = int(next(gradients(size, 1, 7)).abs().argmax())
+    # With the same deal in every round one node would have sent the largest entry, always the same one.
+    assert sum(largest in mine for mine in sent) > 1
+
+
+def who_was_not_sent_waits_on():
+    """Ages begin anew where an entry was received, not where it was only chosen."""
+
+    class HalfArrives(Codec):
+        """Leaves out every second entry, as a payload of fixed size may."""
+
+        def encode_with_decoded(self, vector, rng=None):
+            kept = type(vector)(vector.indices[::2], vector.values[::2], vector.size)
+            return super().encode_with_decoded(kept, rng)
+
+    node = Sparsifier(RAgeK(r_over_k=1.0), 1.0, NoMemory(), HalfArrives())
+    node.compress(torch.ones(6), 4)
+    assert node.state_dict()["seat"]["last"].tolist() == [5, 0, 5, 0, 5, 0]
 
 
 def every_variant():

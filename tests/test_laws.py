@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laws
-from rtopk import Codec, ErrorFeedback, Layout, NoMemory, RandomK, RTopK, SparseVector, Sparsifier, TopK
+from rtopk import Codec, ErrorFeedback, Layout, NoMemory, RandomK, SparseVector, Sparsifier, TopK
 from rtopk.seed import generator
 
 VARIANTS = laws.every_variant()
@@ -42,6 +42,14 @@ def test_arguments_are_untouched(selector, memory, codec):
 
 def test_draw_is_without_replacement():
     laws.draws_without_replacement()
+
+
+def test_nobody_is_dealt_the_same():
+    laws.nobody_is_dealt_the_same()
+
+
+def test_who_was_not_sent_waits_on():
+    laws.who_was_not_sent_waits_on()
 
 
 def test_masked_velocity_is_forgotten():
@@ -110,10 +118,11 @@ def test_nodes_and_steps_draw_differently_and_repeat():
     assert drawn(1, 2) == drawn(1, 2)
 
 
+@pytest.mark.parametrize("selector", ["RTopK", "RAgeK"])
 @pytest.mark.parametrize("memory", [m for m in laws.MEMORIES if m != "NoMemory"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
-def test_refused_gradient_changes_nothing(memory, bad):
-    node = Sparsifier(RTopK(nodes=3), 0.1, laws.MEMORIES[memory]())
+def test_refused_gradient_changes_nothing(selector, memory, bad):
+    node = Sparsifier(laws.SELECTORS[selector](), 0.1, laws.MEMORIES[memory]())
     for step, gradient in enumerate(laws.gradients(100, 3, seed=1)):
         node.compress(gradient, step)
     before = node.state_dict()
@@ -122,7 +131,8 @@ def test_refused_gradient_changes_nothing(memory, bad):
     with pytest.raises(ValueError, match="gradient must"):
         node.compress(wrong, 3)
     after = node.state_dict()
-    assert all(torch.equal(before["memory"][name], after["memory"][name]) for name in before["memory"])
+    for part in ("memory", "seat"):
+        assert all(torch.equal(before[part][name], after[part][name]) for name in before.get(part, {}))
 
 
 def test_dense_tail_is_always_sent_whole():

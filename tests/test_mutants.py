@@ -7,7 +7,19 @@ import pytest
 import torch
 
 import laws
-from rtopk import Codec, ErrorFeedback, MomentumCorrection, SparseVector, TopK, kernels, memory, select
+import test_powersgd
+from rtopk import (
+    Codec,
+    ErrorFeedback,
+    MomentumCorrection,
+    SparseVector,
+    TopK,
+    kernels,
+    memory,
+    powersgd,
+    rivals,
+    select,
+)
 
 
 def with_replacement(candidates, r, words, k):
@@ -31,6 +43,40 @@ def subtract_without_masking(self, sent):
     self.residual[sent.indices] -= sent.values
 
 
+def own_deal(self, seed, node):
+    """Let every node shuffle for itself."""
+    return rivals.Hand(self, seed + node, node)
+
+
+def same_deal(self, positions, seed, step):
+    """Deal once and for all rounds."""
+    return ORIGINAL_OWNER(self, positions, seed, 0)
+
+
+def note_what_was_chosen(self, vector, k, rng):
+    """Count an entry as sent when it is chosen."""
+    chosen = ORIGINAL_AGES(self, vector, k, rng)
+    self.last[chosen] = self.step + 1
+    return chosen
+
+
+def cold_start(self, left, payloads, weights=None):
+    """Begin every round of PowerSGD with the right factors of the first."""
+    right = self.right
+    mean = ORIGINAL_FINISH(self, left, payloads, weights)
+    self.right = right
+    return mean
+
+
+def not_orthonormal(self, payloads, weights=None):
+    """Take the left factors as they come."""
+    shapes = {name: (rows, self.matrix_rank) for name, (rows, _) in self.matrices.items()}
+    return self._mean(payloads, shapes, weights)
+
+
+ORIGINAL_FINISH = powersgd.LowRank.finish
+ORIGINAL_OWNER = rivals.Dealt.owner
+ORIGINAL_AGES = rivals.Ages.select
 ORIGINAL_PICK = kernels.pick
 ORIGINAL_CHOOSE = select._choose
 
@@ -50,6 +96,26 @@ MUTANTS = {
     "unmasked velocity": (
         (memory.MomentumCorrection, "subtract", subtract_without_masking),
         laws.masked_velocity_is_forgotten,
+    ),
+    "a deal of each node's own": (
+        (rivals.Dealt, "seat", own_deal),
+        laws.nobody_is_dealt_the_same,
+    ),
+    "the same deal in every round": (
+        (rivals.Dealt, "owner", same_deal),
+        laws.nobody_is_dealt_the_same,
+    ),
+    "ages of what was chosen instead of what was received": (
+        (rivals.Ages, "select", note_what_was_chosen),
+        laws.who_was_not_sent_waits_on,
+    ),
+    "PowerSGD without warm start": (
+        (powersgd.LowRank, "finish", cold_start),
+        test_powersgd.test_warm_start_closes_in_on_the_best_rank_1,
+    ),
+    "PowerSGD without orthonormal factors": (
+        (powersgd.LowRank, "agree", not_orthonormal),
+        lambda: test_powersgd.test_equals_the_algorithm_of_the_paper(rank=1),
     ),
     "residual never subtracted": (
         (memory.ErrorFeedback, "subtract", lambda self, sent: None),

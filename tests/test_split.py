@@ -6,7 +6,7 @@ import torch
 from rtopk.experiments.split import split
 
 
-@pytest.mark.parametrize("kind", ["iid", "dirichlet"])
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "class"])
 def test_every_example_goes_to_one_node(kind):
     targets = torch.arange(1000) % 10
     parts = split(targets, 7, kind, alpha=0.5, seed=3)
@@ -23,6 +23,12 @@ def test_dirichlet_is_less_alike_than_iid():
 
     assert largest_share(split(targets, 5, "iid", 0.5, 0)) < 0.2
     assert largest_share(split(targets, 5, "dirichlet", 0.1, 0)) > 0.4
+
+
+def test_split_by_class_gives_a_node_few_classes():
+    targets = torch.arange(1000) % 10
+    parts = split(targets, 5, "class", 0.5, 0)
+    assert [sorted(set(targets[part].tolist())) for part in parts] == [[2 * i, 2 * i + 1] for i in range(5)]
 
 
 def test_refuses_more_nodes_than_examples():

@@ -1,19 +1,21 @@
 """The one loop: it learns, repeats to the bit, resumes to the bit, and treats buffers as it says."""
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
 import torch
 from torch import nn
 
-from rtopk.experiments.config import METHODS, Config
+from rtopk.experiments.config import ADDED, METHODS, Config
 from rtopk.experiments.execute import Interrupted, execute
 from rtopk.experiments.records import digest
 from rtopk.experiments.tasks import Classification, Shard, digits
 from rtopk.experiments.train import Run, seeded
 from rtopk.seed import generator
 
+NEEDED = {"threshold": {"threshold": 0.05}, "powersgd": {"matrix_rank": 2}}  # options without a default
 SMALL = Config(rounds=12, nodes=3, evaluate_every=4, learning_rate=0.05)
 
 
@@ -35,7 +37,7 @@ def normed_task():
 @pytest.mark.parametrize("setting", ["distributed", "federated"])
 @pytest.mark.parametrize("method", METHODS)
 def test_same_seed_same_bits_other_seed_other_bits(method, setting):
-    config = dataclasses.replace(SMALL, method=method, setting=setting, rounds=4)
+    config = dataclasses.replace(SMALL, method=method, setting=setting, rounds=4, **NEEDED.get(method, {}))
     first = weights(config)
     assert torch.equal(first, weights(config))
     assert not torch.equal(first, weights(dataclasses.replace(config, seed=1)))
@@ -144,9 +146,20 @@ def test_bytes_are_those_of_the_payloads():
     assert run.received == round(sum(sizes[0]) * 3 / 4)
 
 
-@pytest.mark.parametrize("memory", ["error-feedback", "momentum-correction", "none"])
-def test_stopped_and_resumed_is_never_stopped(memory, tmp_path):
-    config = dataclasses.replace(SMALL, memory=memory, warm_up=6, clip_norm=1.0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "error-feedback", "warm_up": 6},
+        {"memory": "momentum-correction", "warm_up": 6},
+        {"memory": "none", "warm_up": 6},
+        {"method": "rage-k"},
+        {"method": "dealt-k", "warm_up": 6},
+        {"method": "powersgd", "matrix_rank": 1},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_stopped_and_resumed_is_never_stopped(options, tmp_path):
+    config = dataclasses.replace(SMALL, clip_norm=1.0, **options)
     whole = execute(config, tmp_path / "whole")
     with pytest.raises(Interrupted, match="round 7 of 12"):
         execute(config, tmp_path / "parts", should_stop=_after(7))
@@ -195,6 +208,22 @@ def test_record_is_complete():
     assert {"rtopk", "torch", "python", "processor", "threads"} <= set(record["environment"])
 
 
+def test_keys_of_older_records_stay():
+    """The key is that of the fields there were before; a later one counts where it is set."""
+    older = {name: value for name, value in Config().to_dict().items() if name not in ADDED}
+    text = json.dumps(older, sort_keys=True).encode()
+    assert Config().key == hashlib.blake2b(text, digest_size=8).hexdigest()
+    keys = {Config(method="threshold", threshold=limit).key for limit in (0.1, 0.2)}
+    assert len(keys) == 2
+
+
+def test_powersgd_counts_both_messages():
+    run = Run(dataclasses.replace(SMALL, method="powersgd", matrix_rank=2))
+    run.advance()
+    # 64-128-128-10: (rows + columns) x rank of three matrices, and three biases, as fp32; two headers of 40.
+    assert run.sent == 4 * (2 * (192 + 256 + 138) + 266) + 80
+
+
 def test_shard_serves_every_example_once_an_epoch():
     shard = Shard(torch.arange(10), torch.arange(10), seed=0, node=1, batch=3)
     epochs = [[int(x) for step in range(3) for x in shard[3 * epoch + step][0]] for epoch in range(2)]
@@ -222,6 +251,11 @@ def test_validation_never_sees_the_test_set():
         {"learning_rate": 0.0},
         {"setting": "federated", "memory": "momentum-correction"},
         {"local_steps": 3},
+        {"method": "threshold"},
+        {"threshold": 0.1},
+        {"method": "powersgd"},
+        {"method": "powersgd", "matrix_rank": 1, "memory": "momentum-correction"},
+        {"matrix_rank": 1},
         {"task": "unknown"},
     ],
 )

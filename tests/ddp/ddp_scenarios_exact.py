@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import rtopk
-from rtopk import MomentumCorrection, NoMemory, RandomK, TopK
+from rtopk import Dealt, MomentumCorrection, NoMemory, RandomK, TopK
 
 STEPS = 5  # DDP rebuilds its buckets after the first
 
@@ -23,6 +23,8 @@ def equals_reference(at: Place) -> dict[str, Any]:
         "bucket": {"scope": "bucket"},
         "top_k": {"selector": TopK()},
         "random_k": {"selector": RandomK()},
+        "dealt": {"selector": Dealt(at.world)},
+        "dealt_bucket": {"selector": Dealt(at.world), "scope": "bucket"},
         "no_memory": {"memory": NoMemory},
         "momentum-correction": {"memory": lambda: MomentumCorrection(0.9, clip_norm=1.0)},
         "momentum_bucket": {"memory": MomentumCorrection, "scope": "bucket"},

@@ -9,7 +9,7 @@ from ddp_worker import Place
 from torch import Tensor, nn
 
 import rtopk
-from rtopk import MomentumCorrection
+from rtopk import Dealt, MomentumCorrection, RAgeK, Threshold
 
 
 def attempt(function: Any, *args: Any, **options: Any) -> str:
@@ -204,6 +204,9 @@ def refused(at: Place) -> dict[str, Any]:
         "complex": attempt(register, wrap(complex_model), 0.05),
         "memory": attempt(register, wrap(net()), 0.05, memory="velocity"),
         "values": attempt(register, wrap(net()), 0.05, values="fp64"),
+        "dealt": attempt(register, wrap(net()), 0.05, selector=Dealt(at.world + 1)),
+        "threshold": attempt(register, wrap(net()), 0.05, selector=Threshold(0.1)),
+        "aged": attempt(register, wrap(net()), 0.05, selector=RAgeK(nodes=at.world)),
         "clip_in_bucket": attempt(
             register, wrap(net()), 0.05, scope="bucket", memory=lambda: MomentumCorrection(clip_norm=1.0)
         ),

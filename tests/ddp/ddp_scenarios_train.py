@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dense": {"method": "dense", "values": "fp16"},
     "corrected": {"memory": "momentum-correction", "clip_norm": 0.5, "dense_biases": True},
+    "dealt": {"method": "dealt-k", "split": "class"},
     "received": {"mean": "received", "weighted": True, "split": "dirichlet", "clip_norm": 0.5, "warm_up": 6},
 }
 
@@ -86,7 +87,9 @@ def stops_and_resumes(at: Place) -> dict[str, Any]:
     torch.distributed.barrier()
     wrong = attempt(ProcessRun, dataclasses.replace(SMALL, nodes=3))
     federated = attempt(ProcessRun, dataclasses.replace(SMALL, setting="federated"))
+    powersgd = attempt(ProcessRun, dataclasses.replace(SMALL, method="powersgd", matrix_rank=1))
     return {
+        "powersgd": powersgd,
         "whole": whole,
         "stopped": stopped,
         "resumed": resumed,

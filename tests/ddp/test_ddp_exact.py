@@ -12,6 +12,8 @@ VARIANTS = [
     "bucket",
     "top_k",
     "random_k",
+    "dealt",
+    "dealt_bucket",
     "no_memory",
     "momentum-correction",
     "momentum_bucket",
