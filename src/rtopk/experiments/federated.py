@@ -25,6 +25,9 @@ from rtopk.experiments.train import Run, seeded
 from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.memory import Memory
 from rtopk.outer import DecayedErrorFeedback, by_name
+from rtopk.select import Selector
+
+SERVED = ("dense", "top-k", "random-k", "rtop-k")  # clients come and go: no rule may count on their numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,10 @@ class Federation:
     def __post_init__(self) -> None:
         if self.config.setting != "federated":
             raise ValueError(f"setting must be federated, got {self.config.setting!r}")
+        if self.config.method not in SERVED:
+            raise ValueError(
+                f"under Flower method must be one of {', '.join(SERVED)}, got {self.config.method!r}"
+            )
         by_name(self.outer)
 
     def to_json(self) -> str:
@@ -121,7 +128,7 @@ def _mod(federation: Federation | None) -> Any:
         config = chosen.config
         inner = RTopKMod(
             config.make_density(),
-            selector=config.make_selector(),
+            selector=cast(Selector, config.make_selector()),
             memory=chosen.make_memory,
             values=config.values,
             seed=config.seed,
