@@ -12,6 +12,7 @@ except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
 from rtopk.cli import bench, fed
+from rtopk.cli.advise import advise
 from rtopk.cli.demo import demo
 from rtopk.cli.lab import app as lab
 from rtopk.cli.train import train
@@ -45,6 +46,7 @@ def _options(
 
 app.add_typer(bench.app, name="bench")
 app.add_typer(fed.app, name="fed")
+app.command()(advise)
 app.command()(demo)
 app.command()(train)
 app.add_typer(lab, name="lab")

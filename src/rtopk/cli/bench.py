@@ -5,6 +5,8 @@ from pathlib import Path
 
 import typer
 
+from rtopk.cli.link import link
+
 app = typer.Typer(help="Measure the parts against their floors and rivals.", no_args_is_help=True)
 
 
@@ -64,3 +66,6 @@ def codec(
         print(json.dumps(bench.as_json(measured)))
     else:
         bench.show(measured)
+
+
+app.command()(link)

@@ -1,0 +1,164 @@
+"""The link benchmark: real ranks, the bytes that each method owes, and rivals that average correctly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rtopk.bench import hosts, rivals
+from rtopk.bench.fleet import Fleet, RankFailedError
+from rtopk.bench.link import METHODS, Cell, Plan, measure
+from rtopk.bench.link_report import due_bytes, markdown
+from rtopk.bench.standin import StandIn
+from rtopk.seed import generator
+
+SIZE = 256 * 512 + 512 + 512 * 128 + 128 + 128 * 10 + 10  # of the model "small"
+FEW = (
+    ("dense", None, None),
+    ("fp16", None, None),
+    ("powersgd-1", None, None),
+    ("topk-allgather", 0.01, None),
+    ("rtopk", 0.01, "fp16"),
+)
+KEYS = {
+    "model", "mbit", "nodes", "method", "density", "values", "step_ms", "compute_ms", "select_ms",
+    "exchange_ms", "wire_bytes", "payload_bytes",
+}  # fmt: skip
+
+
+LOOPBACK = hosts.why_not() is not None
+
+
+@pytest.fixture(scope="module")
+def rows():
+    plan = Plan(("small",), (None,), (2,), rounds=1, steps=3, compute_ms=3.0, loopback=LOOPBACK, methods=FEW)
+    (cell,) = measure(plan)
+    return {row.method: row for row in cell}
+
+
+def test_payloads_are_what_each_method_owes(rows):
+    assert rows["dense"].payload_bytes == 4 * SIZE
+    assert rows["fp16"].payload_bytes == 2 * SIZE
+    low_rank = 256 + 512 + 512 + 128 + 128 + 10 + 512 + 128 + 10  # P and Q of three matrices, biases whole
+    assert rows["powersgd-1"].payload_bytes == 4 * low_rank
+    assert rows["topk-allgather"].payload_bytes == pytest.approx(12 * SIZE / 100, abs=24)
+    sparse = (SIZE - 650) / 100
+    # An entry takes 16 bits of value and at least log2(1 / density) = 6.6 of position; 650 are biases.
+    assert 2 * 650 + sparse * 22.6 / 8 < rows["rtopk"].payload_bytes < 2 * 650 + sparse * 25 / 8 + 200
+
+
+@pytest.mark.skipif(LOOPBACK, reason=f"lo carries everybody's traffic, and: {hosts.why_not()}")
+def test_interface_bytes_are_payload_times_fan_out(rows):
+    for method in ("dense", "fp16", "topk-allgather", "rtopk"):  # powerSGD's are many and small
+        over = rows[method].wire_bytes - due_bytes(rows[method])
+        # Of payloads this small, the fixed part (Gloo's own headers, acknowledgements) is more than 5 %.
+        assert 0 <= over < 0.05 * due_bytes(rows[method]) + 4_000, method
+
+
+def test_times_are_split(rows):
+    for row in rows.values():
+        assert row.step_ms >= 3.0  # the computation that was waited for
+        assert row.step_low_ms <= row.step_ms <= row.step_high_ms
+    ours = rows["rtopk"]
+    assert 0 < ours.select_ms + ours.codec_ms + ours.exchange_ms < ours.step_ms
+    assert "rtopk 1 % fp16" in markdown(list(rows.values()))
+
+
+def test_a_rank_that_dies_ends_the_run():
+    with Fleet(2, None) as fleet:
+        fleet._ranks[1].send_signal(signal.SIGKILL)
+        with pytest.raises(RankFailedError, match=r"rank [01] has ended"):
+            fleet.order("barriers")
+
+
+def test_slow_methods_are_taken_once():
+    cell = Cell("m", 11_200_000, 10.0, 4, 0.0)
+    assert cell.seconds("dense", None) == pytest.approx(53.76)
+    assert cell.seconds("topk-allgather", 0.01) == pytest.approx(3.2256)
+    assert cell.seconds("rtopk", 0.01) == 0.0
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """One rank: what it averages must be its own gradient."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("key", [*METHODS, ("topk-allgather", 1.0, None)], ids=str)
+def test_rivals_keep_what_they_do_not_send(alone, key):
+    method, density, values = key
+    model = nn.Linear(64, 32)
+    ddp = DistributedDataParallel(model)
+    current = [rivals.Off()]
+    ddp.register_comm_hook(current, _dispatch)
+    batch = torch.randn(8, 64, generator=generator("link bench"))
+    (ddp(batch) ** 2).sum().backward()  # DDP rebuilds its buckets after this
+    wanted = model.weight.grad.clone()
+    model.zero_grad()
+    current[0] = rivals.make(method, ddp, density, values)
+    total = torch.zeros_like(wanted)
+    steps = 1 if density in (None, 1.0) else round(1.5 / density)
+    steps = min(steps, 150)
+    for _ in range(steps):
+        (ddp(batch) ** 2).sum().backward()
+        total += model.weight.grad
+        model.zero_grad()
+        assert current[0].finish().payload > 0
+    if method in ("dense", "fp16") or density == 1.0:
+        assert torch.allclose(total, wanted, rtol=2e-3, atol=1e-3)
+        return
+    # Error feedback: what is not sent is sent later, so the sum cannot stray further than what is held back.
+    if density is not None:
+        assert torch.sign(total).eq(torch.sign(wanted))[total != 0].float().mean() > 0.99
+    assert (total - steps * wanted).norm() <= steps * wanted.norm()
+
+
+def _dispatch(current: list, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return current[0].hook(bucket)
+
+
+def test_the_stand_in_gives_real_gradients_and_takes_the_time_it_is_told():
+    import time
+
+    stand_in = StandIn("small", rank=0)
+    assert stand_in.size == SIZE
+    stand_in.seconds = 0.06
+    started = time.perf_counter()
+    stand_in(torch.zeros(1, requires_grad=True)).backward()
+    assert time.perf_counter() - started >= 0.06
+    gradients = [p.grad for p in stand_in.parameters()]
+    assert all(g.abs().sum() > 0 for g in gradients)
+    assert stand_in.measure() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(LOOPBACK, reason=f"no hosts here: {hosts.why_not()}")
+def test_on_shaped_links_dense_takes_what_the_link_takes():
+    command = [sys.executable, "-m", "rtopk", "bench", "link", "--model", "small", "--mbit", "20"]
+    ended = subprocess.run(
+        [*command, "--rounds", "1", "--steps", "2", "--json"], capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["rows"]
+    assert [(r["method"], r["density"], r["values"]) for r in found] == list(METHODS)
+    assert set(found[0]) >= KEYS
+    dense = found[0]
+    ideal = 1e3 * 1.5 * 4 * SIZE * 8 / 20e6  # 475 ms; without a limit it would take about 10
+    assert 0.9 * ideal < dense["step_ms"] < 2 * ideal
+    ours = next(r for r in found if r["method"] == "rtopk" and r["density"] == 0.001)
+    assert ours["step_ms"] < dense["step_ms"] / 3
+    assert not [line for line in _namespaces() if line.startswith(f"rtopk-{os.getpid()}-")]
+
+
+def _namespaces():
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
