@@ -62,10 +62,19 @@ def test_interface_bytes_are_payload_times_fan_out(rows):
         assert 0 <= over < 0.05 * due_bytes(rows[method]) + 4_000, method
 
 
+def test_what_is_done_is_not_repeated(rows):
+    plan = Plan(("small",), (None,), (2,), rounds=1, steps=1, compute_ms=1.0, loopback=True, methods=FEW)
+    done = list(rows.values())
+    assert list(measure(plan, done=done)) == []
+    (cell,) = measure(plan, done=done[1:])
+    assert [row.method for row in cell] == [done[0].method]
+
+
 def test_times_are_split(rows):
     for row in rows.values():
         assert row.step_ms >= 3.0  # the computation that was waited for
         assert row.step_low_ms <= row.step_ms <= row.step_high_ms
+        assert row.cpu_ms > 0
     ours = rows["rtopk"]
     assert 0 < ours.select_ms + ours.codec_ms + ours.exchange_ms < ours.step_ms
     assert "rtopk 1 % fp16" in markdown(list(rows.values()))

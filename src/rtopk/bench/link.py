@@ -71,27 +71,49 @@ class Row:
     exchange_ms: float  # waiting for the others; where a method does not tell, what is left of the step
     wire_bytes: float  # received at the interface, headers and acknowledgements too
     payload_bytes: int  # that the rank put in
+    cpu_ms: float = 0.0  # that one rank's threads worked in a step, in the kernel too
+
+    @property
+    def key(self) -> tuple[str, float | None, int, str, float | None, str | None]:
+        """What tells rows apart."""
+        return self.model, self.mbit, self.nodes, self.method, self.density, self.values
 
 
-def measure(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> Iterator[list[Row]]:
-    """Measure cell by cell; each is a model at a rate with a number of nodes."""
+def measure(
+    plan: Plan, tell: Callable[[str], None] = lambda text: None, done: Sequence[Row] = ()
+) -> Iterator[list[Row]]:
+    """Measure cell by cell, leaving out what is done; a cell is a model at a rate with a number of nodes."""
+    have = {row.key for row in done}
     if plan.loopback:
         plan = replace(plan, mbits=(None,))
+
+    def missing(model: str, mbit: float | None, nodes: int) -> Plan:
+        left = tuple(key for key in plan.methods if (model, mbit, nodes, *key) not in have)
+        return replace(plan, methods=left)
+
     for nodes in plan.nodes:
+        todo = [
+            model for model in plan.models if any(missing(model, mbit, nodes).methods for mbit in plan.mbits)
+        ]
+        if not todo:
+            continue
         with ExitStack() as stack:
             tell(f"starting {nodes} ranks")
             hosts = None if plan.loopback else stack.enter_context(Hosts(nodes))
             fleet = stack.enter_context(Fleet(nodes, hosts))
-            for model in plan.models:
+            for model in todo:
                 if hosts is not None:
                     hosts.shape(None)
                 tell(f"loading {model} on {nodes} ranks")
                 size = fleet.order("load", model=model)[0]["size"]
                 compute = plan.compute_ms or fleet.order_first("compute")["compute_ms"]
                 for mbit in plan.mbits:
+                    left = missing(model, mbit, nodes)
+                    if not left.methods:
+                        continue
                     if hosts is not None:
                         hosts.shape(mbit)
-                    yield measure_cell(plan, fleet, Cell(model, size, mbit, nodes, compute), tell)
+                    yield measure_cell(left, fleet, Cell(model, size, mbit, nodes, compute), tell)
 
 
 @dataclass(frozen=True)
@@ -197,6 +219,7 @@ def _row(
         wire_bytes=wire
         / (cell.nodes if plan.loopback else 1),  # lo counts the traffic of all ranks, and of others
         payload_bytes=round(statistics.mean(step["payload"] for step in steps)),
+        cpu_ms=1e3 * statistics.median(step["cpu"] for step in steps),
     )
 
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from rtopk.bench.link import Row
+from rtopk.bench.link import METHODS, Row
 
 COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("method", lambda row: label(row)),
@@ -16,10 +16,14 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("select", lambda row: f"{row.select_ms:,.1f}"),
     ("codec", lambda row: f"{row.codec_ms:,.1f}"),
     ("exchange", lambda row: f"{row.exchange_ms:,.1f}"),
+    ("CPU", lambda row: f"{row.cpu_ms:,.0f}"),
     ("payload B", lambda row: f"{row.payload_bytes:,}"),
     ("wire B", lambda row: f"{row.wire_bytes:,.0f}"),
     ("wire / due", lambda row: f"{row.wire_bytes / due_bytes(row):.3f}"),
 )
+
+# What fits into 80 columns.
+NARROW = ("method", "step ms", "/ off", "select", "codec", "exchange", "payload B", "wire / due")
 
 
 def label(row: Row) -> str:
@@ -53,18 +57,28 @@ def title(row: Row) -> str:
 
 
 def cells(rows: Sequence[Row]) -> list[list[Row]]:
-    """Split rows by cell, in the order given."""
-    return [list(group) for _, group in groupby(rows, key=lambda row: (row.model, row.nodes, row.mbit))]
+    """Split rows by cell: models by size, more nodes later, fast links first; methods in their usual order."""
+    ordered = sorted(
+        rows,
+        key=lambda row: (
+            row.size,
+            row.nodes,
+            0.0 if row.mbit is None else 1 / row.mbit,
+            METHODS.index((row.method, row.density, row.values)),
+        ),
+    )
+    return [list(group) for _, group in groupby(ordered, key=lambda row: (row.model, row.nodes, row.mbit))]
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print one table per cell."""
     for cell in cells(rows):
         table = Table(title=title(cell[0]), title_justify="left")
-        for number, (name, _) in enumerate(COLUMNS):
+        columns = [column for column in COLUMNS if console.width > 110 or column[0] in NARROW]
+        for number, (name, _) in enumerate(columns):
             table.add_column(name, justify="right" if number else "left")
         for row in cell:
-            table.add_row(*(text(row) for _, text in COLUMNS))
+            table.add_row(*(text(row) for _, text in columns))
         console.print(table)
 
 

@@ -97,10 +97,10 @@ class Rank:
 
     def _step(self) -> dict[str, Any]:
         self.ddp.zero_grad()
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         self.ddp(self.start).backward()
-        taken = time.perf_counter() - started
-        return {"step": taken, **vars(self.current.finish())}
+        taken, worked = time.perf_counter() - started, time.process_time() - worked
+        return {"step": taken, "cpu": worked, **vars(self.current.finish())}
 
 
 def _dispatch(rank: Rank, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -19,7 +19,8 @@ def link(
     compute_ms: float | None = typer.Option(
         None, "--compute-ms", min=0, help="Computation to wait for; else measured."
     ),
-    out: Path | None = typer.Option(None, "--out", help="Keep the JSON here, cell by cell."),
+    method: list[str] = typer.Option([], "--method", help="Only these methods; repeat."),
+    out: Path | None = typer.Option(None, "--out", help="Keep the JSON here; what is there is not repeated."),
     show: Path | None = typer.Option(None, "--show", help="Print what --out kept; measure nothing."),
 ) -> None:
     """Measure every method on real links: step time, its parts, bytes at the interface.
@@ -44,15 +45,20 @@ def link(
         steps=steps or plan.steps,
         compute_ms=compute_ms,
         loopback=loopback,
+        methods=tuple(key for key in plan.methods if not method or key[0] in method),
     )
+    if not plan.methods:
+        names = ", ".join(dict.fromkeys(key[0] for key in bench.METHODS))
+        raise ValueError(f"--method must be one of {names}; got {', '.join(method)}")
+    kept = show if show is not None else out
     rows: list[bench.Row] = []
-    if show is not None:
-        rows = bench.from_json(json.loads(show.read_text()))
+    if kept is not None and (show is not None or kept.exists()):
+        rows = bench.from_json(json.loads(kept.read_text()))
     console = Console(stderr=True)
     with console.status("") as status:
         # Half an hour of silence in a log would look like a hang.
         tell = status.update if console.is_terminal else console.print
-        for cell in bench.measure(plan, tell) if show is None else ():
+        for cell in bench.measure(plan, tell, rows) if show is None else ():
             rows += cell
             if out is not None:
                 out.write_text(json.dumps(bench.as_json(rows), indent=1) + "\n")
