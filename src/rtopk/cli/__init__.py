@@ -15,6 +15,7 @@ from rtopk.cli import bench, fed
 from rtopk.cli.advise import advise
 from rtopk.cli.demo import demo
 from rtopk.cli.lab import app as lab
+from rtopk.cli.report import report, watch
 from rtopk.cli.train import train
 
 app = typer.Typer(
@@ -50,6 +51,8 @@ app.command()(advise)
 app.command()(demo)
 app.command()(train)
 app.add_typer(lab, name="lab")
+app.command()(report)
+app.command()(watch)
 
 
 def main() -> None:

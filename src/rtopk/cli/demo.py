@@ -13,6 +13,7 @@ def demo(
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     out: Path = typer.Option(Path("runs/demo"), help="Where records and the picture go."),
     fresh: bool = typer.Option(False, help="Run again what is recorded there already."),
+    tensorboard: bool = typer.Option(False, help="Write TensorBoard event files of every run too."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
 ) -> None:
     """Train on scikit-learn's digits with five nodes, every method, and compare.
@@ -34,7 +35,7 @@ def demo(
     configs = experiment.configs(seeds, rounds)
     names = [f"{c.setting:11} {c.method:8} {'' if c.method == 'dense' else c.density}" for c in configs]
     with runs_progress(configs, names) as on_progress:
-        records = run_all(configs, results, out / "runs", jobs, on_progress)
+        records = run_all(configs, results, out / "runs", jobs, on_progress, tensorboard)
     rows = summarise(records)
     picture = out / "accuracy-against-bytes.png"
     score_against_bytes(records, picture)

@@ -46,6 +46,7 @@ def train(
     out: Path | None = typer.Option(None, help="Folder of the run; default runs/train-KEY."),
     resume: bool = typer.Option(False, help="Go on from the folder's checkpoint."),
     threads: int = typer.Option(1, min=1, help="Threads of torch; more pays for large models only."),
+    tensorboard: bool = typer.Option(False, help="Write TensorBoard event files into the folder too."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as one JSON object."),
 ) -> None:
     """Train once and write a record.
@@ -60,15 +61,16 @@ def train(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     folder = out or Path("runs") / f"train-{config.key}"
-    _run(config, folder, resume, threads, as_json)
+    _run(config, folder, resume, threads, tensorboard, as_json)
 
 
-def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool) -> None:
+def _run(config: Config, folder: Path, resume: bool, threads: int, tensorboard: bool, as_json: bool) -> None:
     import torch
 
     from rtopk.cli.show import console, errors, make_progress, print_json
     from rtopk.experiments.execute import Interrupted, execute
     from rtopk.experiments.processes import leads
+    from rtopk.experiments.tensorboard import EventFile
 
     torch.set_num_threads(threads)
     asked: list[int] = []
@@ -89,6 +91,7 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool
                 resume=resume,
                 on_round=lambda run: progress.update(bar, completed=run.round),
                 should_stop=lambda: bool(asked),
+                on_point=EventFile(folder / "tensorboard") if tensorboard and leads() else lambda point: None,
             )
     except Interrupted as stopped:
         errors.print(f"{stopped}; go on with --resume --out {folder}")

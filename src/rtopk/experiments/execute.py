@@ -1,9 +1,9 @@
 """Drive one run from start to record: rounds, evaluations, checkpoints, resume, a clean stop.
 
-With a folder, a run writes `events.jsonl` (one line per evaluation, as it happens), `checkpoint.pt` (about
-every half minute and when stopped) and `record.json` (at the end). A run that goes on from its checkpoint
-ends with the same weights, to the bit, as one that was never stopped. Under torchrun every process holds one
-node, and the first one writes.
+With a folder, a run writes `run.json` (what it is; when it begins), `events.jsonl` (one line per evaluation, as
+it happens), `checkpoint.pt` (about every half minute and when stopped) and `record.json` (at the end). A run that
+goes on from its checkpoint ends with the same weights, to the bit, as one that was never stopped. Under torchrun
+every process holds one node, and the first one writes.
 """
 
 import io
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from rtopk.experiments.command import command
 from rtopk.experiments.config import Config
 from rtopk.experiments.processes import ProcessRun, launched
 from rtopk.experiments.records import Record, append, digest, environment, write_atomically
 from rtopk.experiments.train import Run
 
 CHECKPOINT_SECONDS = 30.0
+Point = dict[str, Any]  # what was measured at one evaluation
 
 
 class Interrupted(Exception):  # noqa: N818 -- nothing went wrong
@@ -34,6 +36,7 @@ def execute(
     resume: bool = False,
     on_round: Callable[[Run], None] = lambda run: None,
     should_stop: Callable[[], bool] = lambda: False,
+    on_point: Callable[[Point], None] = lambda point: None,
 ) -> Record:
     """Train to the last round and return the record."""
     if folder is not None and resume and (folder / "record.json").exists():
@@ -46,11 +49,12 @@ def execute(
             f"{folder} holds a run already; add --resume to go on with it, or choose another folder"
         )
     run = ProcessRun(config) if launched() else Run(config)
-    curve: list[dict[str, float]] = []
+    curve: list[Point] = []
     seconds = 0.0
     if folder is not None and resume and (folder / "checkpoint.pt").exists():
         curve, seconds = _load(folder / "checkpoint.pt", run)
     if folder is not None and run.leads:  # events after the checkpoint will be lived through again
+        write_atomically(folder / "run.json", json.dumps(_head(run)).encode())
         write_atomically(folder / "events.jsonl", "".join(json.dumps(p) + "\n" for p in curve).encode())
     started = saved = time.monotonic()
     while run.round < config.rounds:
@@ -60,6 +64,7 @@ def execute(
             curve.append(_point(run, seconds + now - started))
             if folder is not None and run.leads:
                 append(folder / "events.jsonl", curve[-1])
+            on_point(curve[-1])
         on_round(run)
         stop, late = run.anyone(should_stop(), now - saved > CHECKPOINT_SECONDS)
         if folder is not None and (stop or late):
@@ -76,7 +81,7 @@ def execute(
     return record
 
 
-def _point(run: Run, seconds: float) -> dict[str, float]:
+def _point(run: Run, seconds: float) -> Point:
     scores = run.evaluate()
     return {
         "round": run.round,
@@ -87,37 +92,45 @@ def _point(run: Run, seconds: float) -> dict[str, float]:
         "density": run.nodes[0].sparsifier.density(run.round - 1),
         "residual_norm": run.residual_norm(),
         "seconds": round(seconds, 3),
+        "spent": {stage: round(value, 4) for stage, value in run.spent.items()},
     }
 
 
-def _record(run: Run, curve: list[dict[str, float]], seconds: float) -> Record:
-    config = run.config
+def _head(run: Run) -> Record:
+    """Return what is known of a run before its first round."""
     return {
         "kind": "train",
-        "key": config.key,
-        "config": config.to_dict(),
+        "key": run.config.key,
+        "config": run.config.to_dict(),
+        "command": command(run.config.to_dict()),
         "metric": run.task.metric,
         "higher_is_better": run.task.higher_is_better,
         "parameters": run.layout.size,
-        "final": curve[-1],
-        "sent_bytes_per_round": run.sent / config.rounds,
-        "received_bytes_per_round": run.received / config.rounds,
-        "curve": curve,
-        "seconds": round(seconds, 3),
-        "weights": digest(run.vector()),
         "environment": environment(),
     }
 
 
-def _save(path: Path, run: Run, curve: list[dict[str, float]], seconds: float) -> None:
+def _record(run: Run, curve: list[Point], seconds: float) -> Record:
+    return {
+        **_head(run),
+        "final": curve[-1],
+        "sent_bytes_per_round": run.sent / run.config.rounds,
+        "received_bytes_per_round": run.received / run.config.rounds,
+        "curve": curve,
+        "seconds": round(seconds, 3),
+        "weights": digest(run.vector()),
+    }
+
+
+def _save(path: Path, run: Run, curve: list[Point], seconds: float) -> None:
     state = run.state_dict()  # under torchrun every process has a part in it
     if run.leads:
         buffer = io.BytesIO()
-        torch.save({"run": state, "curve": curve, "seconds": seconds}, buffer)
+        torch.save({"run": state, "curve": curve, "seconds": seconds, "spent": run.spent}, buffer)
         write_atomically(path, buffer.getvalue())
 
 
-def _load(path: Path, run: Run) -> tuple[list[dict[str, float]], float]:
+def _load(path: Path, run: Run) -> tuple[list[Point], float]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
     except Exception as error:
@@ -125,4 +138,5 @@ def _load(path: Path, run: Run) -> tuple[list[dict[str, float]], float]:
             f"{path} is not a checkpoint that can be read ({error}); delete it to start over"
         ) from error
     run.load_state_dict(state["run"])
+    run.spent.update(state.get("spent", {}))
     return state["curve"], state["seconds"]

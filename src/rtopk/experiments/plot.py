@@ -10,7 +10,7 @@ from rtopk.experiments.summary import Row, summarise
 STYLE = {
     "dense": ("#000000", "s"),
     "top-k": ("#0072B2", "^"),
-    "random-k": ("#E69F00", "v"),
+    "random-k": ("#009E73", "v"),
     "rtop-k": ("#D55E00", "o"),
 }
 

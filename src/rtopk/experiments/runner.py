@@ -18,6 +18,7 @@ import torch
 from rtopk.experiments.config import Config
 from rtopk.experiments.execute import execute
 from rtopk.experiments.records import Record, append, read
+from rtopk.experiments.tensorboard import EventFile
 from rtopk.experiments.train import Run
 
 Progress = Callable[[str, int], None]  # key of a run, rounds it has done
@@ -25,7 +26,12 @@ REPORT_EVERY = 25  # rounds between two reports of a worker
 
 
 def run_all(
-    configs: Sequence[Config], results: Path, folder: Path, jobs: int, on_progress: Progress
+    configs: Sequence[Config],
+    results: Path,
+    folder: Path,
+    jobs: int,
+    on_progress: Progress,
+    tensorboard: bool = False,
 ) -> list[Record]:
     """Run every configuration that has no record in `results`; return the records of all, in order.
 
@@ -40,7 +46,7 @@ def run_all(
             on_progress(config.key, config.rounds)
     missing = [config for config in configs if config.key not in done]
     if missing:
-        _run(missing, results, folder, jobs, on_progress, done)
+        _run(missing, results, folder, jobs, on_progress, done, tensorboard)
     return [done[config.key] for config in configs]
 
 
@@ -51,11 +57,12 @@ def _run(
     jobs: int,
     on_progress: Progress,
     done: dict[str, Record],
+    tensorboard: bool,
 ) -> None:
     context = multiprocessing.get_context("spawn")  # a forked torch may hang in its thread pool
     stop, reports = context.Event(), context.SimpleQueue()
     with ProcessPoolExecutor(jobs, context, _start_worker, (stop, reports)) as pool:
-        pending: set[Future[Record]] = {pool.submit(_work, c, folder / c.key) for c in configs}
+        pending: set[Future[Record]] = {pool.submit(_work, c, folder / c.key, tensorboard) for c in configs}
         try:
             while pending:
                 finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -85,7 +92,7 @@ def _start_worker(stop: Event, reports: "SimpleQueue[tuple[str, int]]") -> None:
     torch.set_num_threads(1)
 
 
-def _work(config: Config, folder: Path) -> Record:
+def _work(config: Config, folder: Path, tensorboard: bool) -> Record:
     def report(run: Run) -> None:
         if run.round % REPORT_EVERY == 0:
             _reports.put((config.key, run.round))
@@ -94,4 +101,5 @@ def _work(config: Config, folder: Path) -> Record:
     def should_stop() -> bool:
         return _stop.is_set() or os.getppid() != _parent
 
-    return execute(config, folder, resume=True, on_round=report, should_stop=should_stop)
+    log = EventFile(folder / "tensorboard") if tensorboard else lambda point: None
+    return execute(config, folder, resume=True, on_round=report, should_stop=should_stop, on_point=log)

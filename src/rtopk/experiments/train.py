@@ -10,6 +10,7 @@ over the nodes (integers: those of the first node).
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,7 @@ class Run:
         self.sent = 0  # bytes, mean over the local nodes
         self.received = 0
         self.loss = math.nan  # of the last round, mean over the local nodes
+        self.spent = dict.fromkeys(("gradient", "compress", "exchange", "apply"), 0.0)  # seconds, all rounds
 
     @property
     def leads(self) -> bool:
@@ -70,11 +72,17 @@ class Run:
         work = self._gradient if config.setting == "distributed" else self._update
         payloads, losses = [], []
         for node in self.nodes:
-            with self.at(node), seeded(config.seed, "forward", node.number, self.round):
+            with (
+                self.spend("gradient"),
+                self.at(node),
+                seeded(config.seed, "forward", node.number, self.round),
+            ):
                 vector, loss = work(node, rate)
-            payloads.append(node.sparsifier.compress(vector, self.round))
+            with self.spend("compress"):
+                payloads.append(node.sparsifier.compress(vector, self.round))
             losses.append(loss)
-        self._apply(self._mean(payloads), rate)
+        with self.spend("apply"):
+            self._apply(self._mean(payloads), rate)
         self.loss = sum(losses) / len(losses)
         self.round += 1
 
@@ -133,12 +141,14 @@ class Run:
             vectors = [self.codec.decode(payload, size=self.layout.size) for payload in everyone]
             return average(vectors, self.config.mean, self.weights)
         left = self.low_rank.agree(self._exchange(payloads), self.weights)
-        answers = [node.answer(left) for node in self.nodes]
+        with self.spend("compress"):
+            answers = [node.answer(left) for node in self.nodes]
         return self.low_rank.finish(left, self._exchange(answers), self.weights)
 
     def _exchange(self, payloads: list[Tensor]) -> list[Tensor]:
         """Return the payloads of all nodes, and count their bytes."""
-        everyone = self.transport.exchange(payloads)
+        with self.spend("exchange"):
+            everyone = self.transport.exchange(payloads)
         sent = sum(payload.numel() for payload in payloads)
         total = sum(payload.numel() for payload in everyone)
         self.sent += round(sent / len(payloads))
@@ -153,6 +163,14 @@ class Run:
     def _set(self, vector: Tensor) -> None:
         for name, values in self.layout.unflatten(vector).items():
             self.parameters[name].copy_(values)
+
+    @contextmanager
+    def spend(self, stage: str) -> Iterator[None]:
+        """Add the time that the block takes to a stage of the round, without that of stages inside it."""
+        started, before = time.perf_counter(), sum(self.spent.values())
+        yield
+        inside = sum(self.spent.values()) - before
+        self.spent[stage] += time.perf_counter() - started - inside
 
     @contextmanager
     def at(self, node: "Node") -> Iterator[None]:

@@ -1,0 +1,86 @@
+"""Series -> the numbers behind the interactive plots, as small plain JSON that `page.js` draws."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rtopk.report.series import Estimate, Series
+
+STAGES = ("gradient", "compress", "exchange", "apply")
+Plain = dict[str, Any]
+
+
+def panel(title: str, series: Sequence[Series]) -> Plain:
+    """Return everything that the plots of a panel show."""
+    measured = [one for one in series if one.measured]
+    return {
+        "title": title,
+        "metric": measured[0].metric if measured else "",
+        "higher": measured[0].higher_is_better if measured else True,
+        "series": [_series(one) for one in measured],
+    }
+
+
+def _series(one: Series) -> Plain:
+    score, names = one.score(), ("score", "loss", "train_loss")
+    keys = {"score": one.metric, "loss": "loss", "train_loss": "train_loss"}
+    curves = {
+        name: one.curve(_reader(keys[name])) for name in names if keys[name] in one.measured[0]["final"]
+    }
+    return {
+        "label": one.label,
+        "slot": one.slot,
+        "dash": one.dash,
+        "score": [short(score.mean), short(score.half), score.count],
+        "sent": short(one.over_runs(lambda run: run["final"]["sent_bytes"])),
+        "x": {
+            "round": _means(one.curve(_reader("round"))),
+            "bytes": _means(one.curve(_reader("sent_bytes"))),
+            "seconds": _means(one.curve(_reader("seconds"))),
+        },
+        "y": {name: _means(curve) for name, curve in curves.items()},
+        "half": {name: [short(e.half) for e in curve] for name, curve in curves.items()},
+        "residual": _means(one.curve(_reader("residual_norm"))),
+        "density": _means(one.curve(_reader("density"))),
+        "sent_per_round": per_round(one, "sent_bytes"),
+        "received_per_round": per_round(one, "received_bytes"),
+        "spent": spent(one),
+    }
+
+
+def per_round(one: Series, name: str) -> list[float | None]:
+    """Return the bytes of a round, averaged over the rounds since the point before."""
+    totals, rounds = one.curve(_reader(name)), one.curve(_reader("round"))
+    before, last, found = 0.0, 0.0, []
+    for total, at in zip(totals, rounds, strict=True):
+        found.append(short((total.mean - before) / (at.mean - last)))
+        before, last = total.mean, at.mean
+    return found
+
+
+def spent(one: Series) -> dict[str, float | None]:
+    """Return the milliseconds that a node and round spend in each stage; empty where it was not measured."""
+    runs = [run for run in one.measured if "spent" in run["final"]]
+    if not runs:
+        return {}
+    found = {}
+    for stage in STAGES:
+        times = [run["final"]["spent"].get(stage, 0.0) / run["final"]["round"] for run in runs]
+        nodes = (
+            one.config["nodes"] if stage in ("gradient", "compress") else 1
+        )  # one process does all nodes' work
+        found[stage] = short(1000.0 * sum(times) / len(times) / nodes)
+    return found
+
+
+def short(value: float) -> float | None:
+    """Return a number with six digits, None for what JSON cannot say."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _reader(name: str) -> Callable[[Mapping[str, float]], float]:
+    return lambda point: point.get(name, math.nan)
+
+
+def _means(estimates: Sequence[Estimate]) -> list[float | None]:
+    return [short(e.mean) for e in estimates]
