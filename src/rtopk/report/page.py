@@ -26,7 +26,8 @@ PLOTS = {  # section of a panel -> heading and what the plots of it show
     "time": "Where the time of a round goes",
 }
 NOTES = {
-    "headline": "Last score against bytes sent per node, with 95 % intervals over seeds; faint lines are the way.",
+    "headline": "Last score against bytes sent per node, with 95 % intervals over seeds; faint lines are the way. "
+    "Methods that sent as much stand side by side.",
     "curve": "Mean over seeds; the band is its 95 % interval. Choose the axes above.",
     "ledger": "Bytes that a node sends (thick) and receives (thin, circles) in a round, mean between evaluations.",
     "residual": "Norm of what is kept back for later rounds, mean over nodes and seeds.",

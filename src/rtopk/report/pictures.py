@@ -4,6 +4,7 @@ Colours are written as CSS variables, so the same drawing serves light and dark.
 """
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +22,17 @@ def headline(panel: Plain) -> str:
     for one in panel["series"]:
         colour = LIGHT[slot(one["slot"])]
         mean, half, _ = one["score"]
-        axis.plot(one["x"]["bytes"], one["y"]["score"], color=colour, alpha=0.35, linewidth=1)
+        axis.plot(
+            _numbers(one["x"]["bytes"]), _numbers(one["y"]["score"]), color=colour, alpha=0.35, linewidth=1
+        )
         axis.errorbar(
-            one["sent"], mean, yerr=half or 0.0, color=colour, marker=MARKERS[slot(one["slot"])], markersize=7,
+            one["at"], math.nan if mean is None else mean, yerr=half or 0.0, color=colour, markersize=7,
+            marker=MARKERS[slot(one["slot"])],
             markerfacecolor="none" if one["dash"] else colour, capsize=3, linestyle="none", label=one["label"],
         )  # fmt: skip
     axis.set_xscale("log")
+    if panel["range"]:
+        axis.set_ylim(panel["range"])
     return _finish(figure, axis)
 
 
@@ -37,7 +43,7 @@ def curves(panel: Plain, name: str, label: str, log: bool = False) -> str:
         values = one["y"].get(name) if name in ("score", "loss", "train_loss") else one[name]
         if values:
             axis.plot(
-                one["x"]["round"], [float("nan") if v is None else v for v in values],
+                one["x"]["round"], _numbers(values),
                 color=LIGHT[slot(one["slot"])], linestyle=STYLES[DASHES[one["dash"] % len(DASHES)]],
                 linewidth=1.5, label=one["label"],
             )  # fmt: skip
@@ -54,21 +60,24 @@ def chart(spec: Plain) -> str:
         if spec["kind"] == "bars":
             axis.bar(
                 [j + i * width for j in range(len(one["x"]))],
-                one["y"],
+                _numbers(one["y"]),
                 width,
                 color=colour,
                 label=one["label"],
             )
             axis.set_xticks(range(len(one["x"])), [str(x) for x in one["x"]], rotation=20, ha="right")
         else:
-            axis.plot(
-                one["x"], one["y"], color=colour, marker=MARKERS[slot(one.get("slot", i))], label=one["label"]
-            )
+            marker = MARKERS[slot(one.get("slot", i))]
+            axis.plot(one["x"], _numbers(one["y"]), color=colour, marker=marker, label=one["label"])
     if spec.get("log_x"):
         axis.set_xscale("log")
     if spec.get("log_y"):
         axis.set_yscale("log")
     return _finish(figure, axis)
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
 
 
 def _start(x: str, y: str) -> tuple[Any, Any]:
@@ -90,7 +99,8 @@ def _finish(figure: Any, axis: Any) -> str:
     import matplotlib as mpl
 
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=8, labelcolor=INK, framealpha=0.0)
+        # Beside the plot, where it hides nothing; to look for the best place inside is slow for many series.
+        axis.legend(fontsize=8, labelcolor=INK, framealpha=0.0, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rtopk"}):
         figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})

@@ -40,12 +40,14 @@
     headline(panel) {
       const traces = shown(panel).flatMap((one) => [
         { x: one.x.bytes, y: one.y.score, mode: "lines", line: { ...line(one, 1.2) }, opacity: 0.4, hoverinfo: "skip", name: one.label },
-        { x: [one.sent], y: [one.score[0]], mode: "markers", marker: marker(one, 11), name: one.label,
+        { x: [one.at], y: [one.score[0]], customdata: [one.sent], mode: "markers", marker: marker(one, 11), name: one.label,
           error_y: { type: "data", array: [one.score[1] ?? 0], color: colour(one.slot), thickness: 1.8, width: 6 },
           hovertemplate: `<b>${one.label}</b><br>${panel.metric} %{y:.2f}${withHalf(one.score[0], one.score[1])}`
-            + `<br>%{x:,.0f} bytes sent<br>seeds: ${one.score[2]}<extra></extra>` },
+            + `<br>%{customdata:,.0f} bytes sent<br>seeds: ${one.score[2]}<extra></extra>` },
       ]);
-      return [traces, log(layout("bytes sent per node, whole run", panel.metric, {}), "xaxis")];
+      const base = log(layout("bytes sent per node, whole run", panel.metric, {}), "xaxis");
+      if (panel.range) base.yaxis.range = panel.range;
+      return [traces, base];
     },
     curve(panel) {
       const name = chosen.y === "score" ? panel.metric : AXES.y[chosen.y];
@@ -116,7 +118,7 @@
       : plots[figure.dataset.plot](model.panels[+figure.dataset.panel]);
     figure.classList.add("drawn");
     return Plotly.react(figure.querySelector(".plot"), traces, base,
-      { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
+      { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "sendChartToCloud"] });
   }
   const drawAll = (which = "figure") => Promise.all([...document.querySelectorAll(which)].map(draw));
 

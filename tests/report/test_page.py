@@ -1,0 +1,216 @@
+"""The page as text: figures, intervals, sentences, tables, size, and that nothing of the records can break out."""
+
+import html.parser
+import json
+import math
+import re
+
+import pytest
+from records import a_table, made_up
+from scipy import stats
+
+from rtopk.report import palette, tables, words
+from rtopk.report.figures import per_round, spent
+from rtopk.report.inputs import Inputs, Study
+from rtopk.report.page import Page
+from rtopk.report.series import collect, difference, estimate
+from rtopk.report.studies import show
+
+
+@pytest.fixture(scope="module")
+def text():
+    return Page(Inputs(a_table(points=12))).html()
+
+
+def test_intervals_are_those_of_scipy():
+    values, others = [90.1, 91.5, 90.7, 92.0], [88.0, 90.5, 89.1]
+    low, high = stats.t.interval(0.95, 3, loc=91.075, scale=stats.sem(values))
+    found = estimate(values)
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
+    welch = stats.ttest_ind(values, others, equal_var=False).confidence_interval(0.95)
+    gap = difference(values, others)
+    assert (gap.mean - gap.half, gap.mean + gap.half) == pytest.approx((welch.low, welch.high))
+    assert math.isnan(estimate([1.0]).half)
+
+
+def test_series_join_seeds_and_are_named_by_what_differs():
+    runs = [made_up(seed=s) for s in (0, 1)] + [made_up(mean="received"), made_up("dense", 1.0)]
+    (series,) = collect(runs).values()
+    assert [one.label for one in series] == ["rtop-k 99 %, mean nodes", "rtop-k 99 %, mean received", "dense"]
+    assert [len(one.runs) for one in series] == [2, 1, 1]
+    assert [one.dash for one in series] == [0, 1, 0]
+
+
+def test_the_sentence_says_what_the_figures_say():
+    runs = [made_up("dense", 1.0, s, 95.0 + 0.1 * s) for s in range(3)]
+    runs += [made_up("top-k", 0.01, s, 93.0 + 0.1 * s) for s in range(3)]
+    runs += [made_up("rtop-k", 0.01, s, 94.9 + 0.1 * s) for s in range(3)]
+    (series,) = collect(runs).values()
+    text = words.what_it_shows(series)
+    assert text.startswith(
+        "Digits, distributed: rtop-k 99 % reached 95.00 ± 0.25 accuracy and sent 50.0 times fewer"
+    )
+    assert "which reached 95.10 ± 0.25: -0.10 ± 0.23, no difference that these seeds could show." in text
+    assert "-2.00 ± 0.23, a clear difference." in words.what_it_shows(series[:2])
+    assert "from one seed" in words.what_it_shows(collect(runs[::3])["digits, distributed"])
+    assert words.what_it_shows(series[1:2]).endswith("top-k 99 % reached 93.10 ± 0.25 accuracy.")
+
+
+def test_lower_is_better_for_perplexity():
+    runs = [made_up("top-k", 0.01, 0, 120.0), made_up("rtop-k", 0.01, 0, 100.0)]
+    for run in runs:
+        run["higher_is_better"] = False
+    assert "rtop-k 99 % reached 100.00" in words.what_it_shows(collect(runs)["digits, distributed"])
+
+
+def test_ledger_and_times_are_the_differences_of_the_records():
+    (series,) = collect([made_up(nodes=5)]).values()
+    assert per_round(series[0], "sent_bytes") == [20.0] * 5
+    assert per_round(series[0], "received_bytes") == [80.0] * 5
+    # 0.05 s in ten rounds of five nodes is one millisecond a node and round.
+    assert spent(series[0]) == {"gradient": 1.0, "compress": 2.0, "exchange": 1.0, "apply": 2.0}
+    assert ">20<" in tables.ledger({"x": series})
+    assert ">1,000<" in tables.ledger({"x": series})
+
+
+def test_the_paper_is_beside_ours_where_a_record_carries_it():
+    run = {**made_up(score=92.0), "paper": {"table": 1, "value": 93.25}}
+    shown = tables.paper(collect([run, made_up("dense", 1.0)]))
+    assert "Table 1 of the paper" in shown
+    assert ">93.25<" in shown
+    assert ">-1.25<" in shown
+    assert "dense" not in shown
+    assert tables.paper(collect([made_up()])) == ""
+
+
+class Outline(html.parser.HTMLParser):
+    """Collect tags, and see that they close in order."""
+
+    VOID = ("meta", "link", "br", "input")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.headers = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(text):
+    outline = Outline()
+    outline.feed(text)
+    assert outline.open == []
+    for tag, attributes in outline.seen:
+        for name in ("src", "href"):
+            target = attributes.get(name) or attributes.get(f"xlink:{name}") or "#"
+            assert target.startswith(("#", "data:")), f"{tag} {name}={target}"
+    assert sum(tag == "table" for tag, _ in outline.seen) >= 5
+    assert all(attributes.get("scope") in ("row", "col") for tag, attributes in outline.seen if tag == "th")
+    ids = [
+        attributes["id"]
+        for tag, attributes in outline.seen
+        if "id" in attributes and tag in ("figure", "section")
+    ]
+    assert len(ids) == len(set(ids))
+    assert sum(tag == "svg" for tag, _ in outline.seen) == 10  # without scripts: five pictures a panel
+
+
+def test_pictures_take_their_colours_from_the_page(text):
+    static = "".join(re.findall(r'<div class="static">(.*?)</div>', text))
+    assert "currentColor" in static
+    assert "var(--s3)" in static
+    assert not [colour for colour in palette.LIGHT if colour in static]
+
+
+def test_a_whole_table_stays_under_three_megabytes():
+    rows = [made_up(method, density, seed, 90.0, points=400, setting=setting, nodes=nodes)
+            for method in ("dense", "top-k", "random-k", "rtop-k") for density in (0.05, 0.01, 0.001)
+            for seed in range(3) for setting in ("distributed", "federated") for nodes in (5, 8)]  # fmt: skip
+    assert len(Page(Inputs(rows)).html().encode()) < 3_000_000
+
+
+def test_records_cannot_break_out_of_the_page():
+    evil = "</script><script>alert(1)</script>"
+    run = made_up()
+    run["config"]["task"] = evil
+    run["command"] = f"rtopk train --task '{evil}'"
+    run["environment"]["torch"] = evil
+    study = Study("bench", evil, evil, {"rows": [{"method": evil, "ms": 1.0}]})
+    text = Page(Inputs([run], [study])).html()
+    assert evil not in text
+    assert "<script>alert" not in text
+
+
+def test_a_run_that_diverged_is_shown():
+    run = made_up("top-k")
+    for point in run["curve"][2:]:
+        point.update(accuracy=math.nan, loss=math.inf)
+    page = Page(Inputs([run, made_up("dense", 1.0)]))
+    json.dumps(page.model(), allow_nan=False)
+    assert "nan" in tables.summary(page.panels)
+    assert page.html()
+
+
+def test_a_run_without_an_evaluation_yet():
+    run = {k: v for k, v in made_up().items() if k not in ("final", "weights", "sent_bytes_per_round")}
+    page = Page(Inputs([{**run, "curve": []}]), live=True)
+    assert "No evaluation yet" in page.html()
+    assert "connect-src 'self'" in page.html()
+
+
+RISK = {"mean": 0.5, "setting": {"d": 64, "k": 10}}
+STUDIES = {
+    "bench": {"rows": [{"d": d, "density": x, "method": m, "ms": d / 3, "over_floor": 1.0 + x}
+                       for d in (10, 20) for x in (0.1, 0.01) for m in ("rtopk", "topk")]},
+    "lab risk": {"base": {}, "bits": [], "needed": {}, "regime": {"k": {"value": -1.0, "half": 0.1}},
+                 "sweeps": [{"axis": "k", "risks": {"rtop-k": [RISK, RISK]}, "upper": [1.0, 1.0],
+                             "lower": [0.0, 0.1], "slopes": {"rtop-k": {"value": -1.0, "half": 0.1}}}]},
+    "lab bounds": {"rows": [{"setting": {"d": 4}, "risk": 1.0, "over_upper": 0.5, "over_lower": 2.0}], "c": 2.0,
+                   "C": 0.5, "inside": True},
+    "lab convergence": {"problem": {}, "outcomes": [{"k": 5, "T": 100, "measured": 0.1, "bound": [0.5, 0.2]}]},
+    "lab inspect": {"task": "digits", "looks": [{"round": 3, "schemes": [{"scheme": "top-k", "error": 0.25}]}],
+                    "verdict": {"premise": "holds", "parts": {"sparse": True}}, "recommendation": {"k": 7}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STUDIES)
+def test_every_study_is_shown(kind):
+    study = Study(kind, kind, "x.json", STUDIES[kind])
+    shown, charts = show(study)
+    assert "<table>" in shown
+    assert len(charts) == (0 if kind == "lab inspect" else 1)
+    text = Page(Inputs([], [study])).html()
+    assert ("plotly.js (basic" in text) == bool(charts)  # no plots, no library
+    if kind == "bench":
+        assert charts[0]["y"] == "over floor"
+        assert charts[0]["series"][0]["x"] == ["d 10, density 0.1", "d 10, density 0.01", "d 20, density 0.1",
+                                               "d 20, density 0.01"]  # fmt: skip
+
+
+def contrast(one, other):
+    """The contrast of WCAG 2."""
+
+    def light(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_on_light_and_dark(text):
+    themes = re.findall(r"--back: (#\w+); --ink: (#\w+); --dim: (#\w+); .*?--link: (#\w+);", text)
+    assert len(themes) == 2
+    for (back, ink, dim, link), colours in zip(themes, (palette.LIGHT, palette.DARK), strict=True):
+        assert contrast(back, ink) >= 7
+        assert min(contrast(back, dim), contrast(back, link)) >= 4.5
+        assert min(contrast(back, colour) for colour in colours) >= 3
