@@ -132,23 +132,41 @@ def test_axes_are_chosen(browser, page):
     assert browser.execute_script(last.format("y")) == 0.25
 
 
-def test_hover_shows_values_and_drag_zooms(browser, page):
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.by import By
+def mouse(browser, kind, x, y, button="none"):
+    event = {
+        "type": kind,
+        "x": x,
+        "y": y,
+        "button": button,
+        "clickCount": 1,
+        "buttons": int(button == "left"),
+    }
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", event)
 
+
+def test_hover_shows_values_and_drag_zooms(browser, page):
     show(browser, page)
-    plot = browser.find_element(By.CSS_SELECTOR, "#curve-0 .plot")
     browser.execute_script("document.querySelector('#curve-0').scrollIntoView({block: 'center'})")
-    points = browser.find_elements(By.CSS_SELECTOR, "#curve-0 .point")
-    ActionChains(browser).move_to_element(points[-1]).perform()
+    middle = (
+        "const b = [...document.querySelectorAll('#curve-0 {}')].at(-1).getBoundingClientRect();"
+        "return [b.x + b.width / 2, b.y + b.height / 2]"
+    )
+    x, y = browser.execute_script(middle.format(".point"))
+    mouse(browser, "mouseMoved", x - 3, y)
+    mouse(browser, "mouseMoved", x, y)
     text = until(
         lambda: browser.execute_script("return document.querySelector('#curve-0 .hoverlayer').textContent")
     )
     assert "rtop-k 99.9 %" in text
     assert "accuracy" in text
-    before = browser.execute_script("return document.querySelector('#curve-0 .plot').layout.xaxis.range")
-    ActionChains(browser).move_to_element(plot).click_and_hold().move_by_offset(120, 60).release().perform()
     span = "return document.querySelector('#curve-0 .plot').layout.xaxis.range"
+    before = browser.execute_script(span)
+    x, y = browser.execute_script(middle.format(".nsewdrag"))
+    mouse(browser, "mouseMoved", x, y)
+    mouse(browser, "mousePressed", x, y, "left")
+    for step in (20, 60, 120):
+        mouse(browser, "mouseMoved", x + step, y + step / 2, "left")
+    mouse(browser, "mouseReleased", x + 120, y + 60, "left")
     after = until(lambda: found if (found := browser.execute_script(span)) != before else None)
     assert after[1] - after[0] < before[1] - before[0]
 
