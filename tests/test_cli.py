@@ -6,20 +6,36 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import typer
+
+from rtopk.cli import app
 
 RTOPK = [sys.executable, "-m", "rtopk"]
 QUICK = ["--rounds", "20", "--nodes", "2", "--evaluate-every", "10"]
 
 
-def rtopk(*arguments, **options):
+def rtopk(*arguments, program=None, **options):
+    start = [str(Path(sys.executable).parent / program)] if program else RTOPK
     return subprocess.run(
-        [*RTOPK, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+        [*start, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
     )
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["demo"]])
+def every_command():
+    """The path of every command and group there is."""
+
+    def below(command, path):
+        yield path
+        for name, one in getattr(command, "commands", {}).items():
+            yield from below(one, [*path, name])
+
+    return below(typer.main.get_command(app), [])
+
+
+@pytest.mark.parametrize("command", list(every_command()), ids=" ".join)
 def test_help_fits_in_80_columns(command):
     result = rtopk(*command, "--help", env={**os.environ, "COLUMNS": "80"})
     assert result.returncode == 0
@@ -81,6 +97,57 @@ def test_errors_are_one_line_with_the_right_code(arguments, code, message, tmp_p
 
 def test_debug_shows_the_traceback(tmp_path):
     assert "Traceback" in rtopk("--debug", "train", "--task", "nothing", "--out", tmp_path / "x").stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion(shell):
+    """The script of each shell is printed, and asking as the shell does names the commands."""
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = rtopk("--show-completion", shell, env=environment, program="rtopk")
+    assert script.returncode == 0
+    assert "_RTOPK_COMPLETE" in script.stdout
+    if shell == "bash":
+        asked = {"_RTOPK_COMPLETE": "complete_bash", "COMP_WORDS": "rtopk re", "COMP_CWORD": "1"}
+        assert "report" in rtopk(env={**os.environ, **asked}, program="rtopk").stdout
+
+
+def test_tensorboard_event_files(tmp_path):
+    """Every point of the record is in the event file."""
+    pytest.importorskip("tensorboard")
+    result = rtopk("train", *QUICK, "--tensorboard", "--out", tmp_path, "--json")
+    assert result.returncode == 0, result.stderr
+    curve = json.loads(result.stdout)["curve"]
+    # In a process of its own: tensorboard's own imports warn, and warnings are errors here.
+    code = (
+        "import json, sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as E;"
+        "e = E(sys.argv[1]).Reload();"
+        "print(json.dumps({n: [[v.step, v.value] for v in e.Scalars(n)] for n in e.Tags()['scalars']}))"
+    )
+    read = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "tensorboard")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    logged = json.loads(read.stdout)
+    for name in ("accuracy", "loss", "sent_bytes", "residual_norm"):
+        assert logged[name] == [[p["round"], pytest.approx(p[name])] for p in curve]
+    assert "spent/compress" in logged
+
+
+def test_report_of_a_run_and_its_refusals(tmp_path):
+    assert rtopk("train", *QUICK, "--out", tmp_path / "run").returncode == 0
+    told = rtopk("report", tmp_path / "run", "-o", tmp_path / "page.html", "--json")
+    assert told.returncode == 0, told.stderr
+    facts = json.loads(told.stdout)
+    assert (facts["runs"], facts["studies"]) == (1, 0)
+    assert facts["bytes"] == (tmp_path / "page.html").stat().st_size < 3_000_000
+    assert "rtopk train --nodes 2 --rounds 20 --evaluate-every 10" in (tmp_path / "page.html").read_text()
+    (tmp_path / "odd.json").write_text('{"kind": "novel"}')
+    refused = rtopk("report", tmp_path / "odd.json", "-o", tmp_path / "other.html")
+    assert refused.returncode == 1
+    assert "odd.json line 1 is kind 'novel'; accepted are" in refused.stderr
+    assert not (tmp_path / "other.html").exists()
 
 
 def test_demo_small(tmp_path):
