@@ -119,7 +119,7 @@ def test_tensorboard_event_files(tmp_path):
     curve = json.loads(result.stdout)["curve"]
     # In a process of its own: tensorboard's own imports warn, and warnings are errors here.
     code = (
-        "import json, sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as E;"
+        "import json, sys;from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as E;"
         "e = E(sys.argv[1]).Reload();"
         "print(json.dumps({n: [[v.step, v.value] for v in e.Scalars(n)] for n in e.Tags()['scalars']}))"
     )
