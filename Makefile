@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint bench format clean
+.PHONY: demo test test-slow lint bench docs format clean
 demo: $(READY)  ## five nodes train on scikit-learn's digits, every method, both settings
 	$(BIN)/rtopk demo
 
@@ -27,10 +27,13 @@ bench: $(READY)  ## the benchmarks, each against its floor and its rivals
 	$(BIN)/rtopk bench compress
 	$(BIN)/rtopk bench codec
 
+docs: $(READY)  ## the site, into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

@@ -1,76 +1,138 @@
-"""Every `rtopk` command of the README and the docs is run, as a user would: in a shell, in an empty folder.
+"""Every command of the README and the docs is parsed by the real command line, and run as far as time allows.
 
-What would take minutes gets the small options of SMALL behind its own (the last of an option counts); a command
-that is not in SMALL runs as it is shown, marked slow. `make demo` is `rtopk demo`, `make test` is this suite.
+RUN says which options make a command small (of an option given twice, the last counts). ONLY_PARSED says which
+commands take too long even so, and where their work is tested instead. A command in neither fails the test.
 """
 
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from test_readme import PAGES, blocks
+from report.records import a_table
+from rtopk.cli import app
+from test_readme import PAGES, ROOT, blocks
 
-SMALL = {
-    "demo": "--seeds 1 --rounds 60",
+RUN = {
     "train": "--rounds 20 --nodes 2 --evaluate-every 10",
     "report": "",
     "watch": "",
     "--install-completion": "",
 }
+ONLY_PARSED = {
+    "demo": "tests/test_cli.py runs it with one seed and few rounds",
+    "bench compress": "tests/test_bench_compress.py runs it with its smallest sizes",
+    "bench codec": "tests/test_bench_codec.py runs it with its smallest sizes",
+    "lab": "tests/lab/test_lab_cli.py runs each of them small",
+}
+MAKE = {  # only parsed: each is a call of what is tested elsewhere
+    "demo": "rtopk demo",
+    "test": "pytest -n 2",
+    "test-slow": "pytest -m slow",
+    "bench": "rtopk bench",
+    "docs": "mkdocs build",
+    "format": "ruff format",
+}
 
 
-def commands():
-    seen = {}
+def fenced():
+    """Commands that stand in blocks, to be typed."""
     for page in PAGES:
         for block in blocks(page, "") + blocks(page, "sh"):
             for line in block.splitlines():
-                if line.startswith("rtopk "):
-                    words = shlex.split(line, comments=True)
-                    seen[shlex.join(words[1:])] = words[1]
-    for line, name in seen.items():
-        marks = [] if name in SMALL else [pytest.mark.slow]
-        yield pytest.param(line, SMALL.get(name, ""), id=line, marks=marks)
+                if line.startswith(("rtopk ", "make ")):
+                    yield shlex.join(shlex.split(line, comments=True))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A home and a working folder in which `rtopk demo` has been run, as the docs suppose."""
-    folder = tmp_path_factory.mktemp("docs")
-    result = run(f"demo {SMALL['demo']}", folder)
-    assert result.returncode == 0, result.stderr
-    return folder
+def inline():
+    """Commands named in the text, without those that leave something out."""
+    for page in PAGES:
+        for line in re.findall(r"`((?:rtopk|make)\s[^`]*)`", page.read_text()):
+            if "..." not in line and "|" not in line:
+                yield " ".join(line.split())
 
 
-def run(line, folder):
-    # A command after it keeps the shell between us and rtopk: completion asks which shell called it.
-    script = f"{shlex.quote(sys.executable)} -m rtopk {line}; exit $?"
-    environment = {**os.environ, "HOME": str(folder), "SHELL": "/bin/bash"}
-    return subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+ALL = sorted({*fenced(), *inline()})
 
 
-@pytest.mark.parametrize(("line", "small"), commands())
-def test_command_of_the_docs_runs(line, small, folder, tmp_path):
-    if line.startswith("watch "):
-        watch(line, folder)
+def starts(line, table):
+    """The entry of a table that a command begins with."""
+    words = line.split()[1:]
+    return next((name for name in table if words[: len(name.split())] == name.split()), None)
+
+
+@pytest.mark.parametrize("line", [line for line in ALL if line.startswith("rtopk ")])
+def test_command_is_parsed(line):
+    """Names, options and values are those of the real command line."""
+    command, words = typer.main.get_command(app), shlex.split(line)[1:]
+    if words[0] == "--install-completion":  # acts while it is parsed: see below
         return
-    if line.startswith("train "):  # each in a folder of its own, so that none meets another's checkpoint
-        small += f" --out {tmp_path / 'run'}"
-    result = run(f"{line} {small}", folder)
-    assert result.returncode == 0, result.stdout + result.stderr
-    if line.startswith("report "):
+    context = command.make_context("rtopk", words)
+    while hasattr(command, "commands") and (words := [*context._protected_args, *context.args]):
+        name, command, words = command.resolve_command(context, words)
+        if hasattr(command, "commands") and not words:
+            return  # a group by its name
+        if any(param.required for param in command.params) and not words:
+            return  # a command by its name, what it needs left out
+        context = command.make_context(name, list(words), parent=context)
+
+
+@pytest.mark.parametrize("line", [line for line in ALL if line.startswith("make ")])
+def test_make_target_is_there(line):
+    target = line.split()[1]
+    told = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert MAKE[target] in told.stdout
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A home and a working folder with the records that the docs suppose to be there."""
+    results = tmp_path / "runs" / "demo" / "results.jsonl"
+    results.parent.mkdir(parents=True)
+    results.write_text("".join(json.dumps(record) + "\n" for record in a_table(seeds=2)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", sorted({line for line in fenced() if line.startswith("rtopk ")}))
+def test_command_of_the_docs_runs(line, folder):
+    name = starts(line, RUN)
+    if name is None:
+        assert starts(line, ONLY_PARSED), f"say in RUN or ONLY_PARSED how {line!r} is tested"
+        return
+    if name == "watch":
+        watch(line, folder)
+    elif name == "--install-completion":
+        install_completion(line, folder)
+    else:
+        result = CliRunner().invoke(app, shlex.split(f"{line} {RUN[name]}")[1:])
+        assert result.exit_code == 0, result.output
+    if name == "report":
         assert (folder / "report.html").stat().st_size > 1_000_000
+
+
+def install_completion(line, folder):
+    # A command after it keeps the shell between us and rtopk: completion asks which shell called it.
+    script = f"{shlex.quote(sys.executable)} -m {line}; exit $?"
+    environment = {**os.environ, "HOME": str(folder), "SHELL": "/bin/bash"}
+    result = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert list(folder.glob(".bash_completions/*"))
 
 
 def watch(line, folder):
     """A command that goes on until it is stopped: it tells its address, and Ctrl-C ends it with 130."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "rtopk", *shlex.split(line)], cwd=folder, text=True,
+        [sys.executable, "-u", "-m", "rtopk", *shlex.split(line)[1:]], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert "http://127.0.0.1:" in process.stdout.readline()

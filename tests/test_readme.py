@@ -1,7 +1,6 @@
 """What the README and the docs show works as shown."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -37,30 +36,7 @@ def test_links_of_a_page_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def commands():
-    for page in PAGES:
-        for block in blocks(page, "") + blocks(page, "sh"):
-            for line in block.splitlines():
-                if line.startswith("rtopk "):
-                    yield pytest.param(line, id=line.split("#")[0].strip())
-
-
-@pytest.mark.parametrize("line", list(commands()))
-def test_commands_of_the_docs_exist_with_their_options(line):
-    """Every `rtopk` command shown is parsed by the real command line: its help knows each option it uses."""
-    words = shlex.split(line, comments=True)[1:]
-    path = list(_names(words))
-    result = subprocess.run(
-        [sys.executable, "-m", "rtopk", *path, "--help"], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    for word in words:
-        if word.startswith("--"):
-            assert word.split("=")[0] in result.stdout, f"{word} is not an option of rtopk {' '.join(path)}"
-
-
-def _names(words):
-    for word in words:
-        if word.startswith("-"):
-            return
-        yield word
+def test_every_page_is_in_the_navigation_of_the_site():
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in site, f"add {page.name} to nav in mkdocs.yml"
