@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rtopk.cli import app
+from rtopk.cli import app, main
 
 RTOPK = [sys.executable, "-m", "rtopk"]
 QUICK = ["--rounds", "20", "--nodes", "2", "--evaluate-every", "10"]
@@ -42,6 +42,9 @@ def test_help_fits_in_80_columns(command):
     assert result.exit_code == 0, result.output
     assert "Usage: " in result.output
     assert max(len(line) for line in result.output.splitlines()) <= 80
+    assert "..." not in result.output.partition("Commands:")[2], (
+        "a summary does not fit: shorten its first line"
+    )
 
 
 def test_help_in_a_real_process():
@@ -99,6 +102,7 @@ def test_errors_are_one_line_with_the_right_code(arguments, code, message, tmp_p
     assert result.returncode == code
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1, "an error is one line"
     assert result.stdout == ""
 
 
@@ -179,3 +183,16 @@ def test_demo_small(tmp_path):
     by = {(row["setting"], row["method"], row["density"]): row for row in rows}
     assert by["distributed", "dense", 1.0]["sent_bytes_per_round"] >= 4 * 26_122
     assert by["distributed", "rtop-k", 0.01]["times_less"] > 30
+
+
+def test_a_command_that_is_interrupted_ends_with_130(monkeypatch):
+    def stop():
+        raise KeyboardInterrupt
+
+    other = typer.Typer()
+    other.command()(stop)
+    monkeypatch.setattr("rtopk.cli.app", other)
+    monkeypatch.setattr(sys, "argv", ["rtopk"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130

@@ -21,6 +21,7 @@ from rtopk.cli import app
 from test_readme import PAGES, ROOT, blocks
 
 RUN = {
+    "advise --model": "",
     "train": "--rounds 20 --nodes 2 --evaluate-every 10",
     "report": "",
     "watch": "",
@@ -30,6 +31,9 @@ ONLY_PARSED = {
     "demo": "tests/test_cli.py runs it with one seed and few rounds",
     "bench compress": "tests/test_bench_compress.py runs it with its smallest sizes",
     "bench codec": "tests/test_bench_codec.py runs it with its smallest sizes",
+    "bench link": "needs root and minutes; tests/test_link_bench.py runs it small on loopback",
+    "advise": "needs a second host or a long benchmark; tests/test_advise.py tests what it does",
+    "fed": "tests/flower runs both engines",
     "lab": "tests/lab/test_lab_cli.py runs each of them small",
 }
 MAKE = {  # only parsed: each is a call of what is tested elsewhere
@@ -47,14 +51,15 @@ def fenced():
     for page in PAGES:
         for block in blocks(page, "") + blocks(page, "sh"):
             for line in block.splitlines():
-                if line.startswith(("rtopk ", "make ")):
+                line = line.removeprefix("sudo ")
+                if line.startswith(("rtopk ", "make ")) and "..." not in line:
                     yield shlex.join(shlex.split(line, comments=True))
 
 
 def inline():
     """Commands named in the text, without those that leave something out."""
     for page in PAGES:
-        for line in re.findall(r"`((?:rtopk|make)\s[^`]*)`", page.read_text()):
+        for line in re.findall(r"`(?:torchrun [^`]*?-m )?((?:rtopk|make)\s[^`]*)`", page.read_text()):
             if "..." not in line and "|" not in line:
                 yield " ".join(line.split())
 

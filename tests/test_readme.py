@@ -16,11 +16,14 @@ def blocks(path, language):
     return [text for name, text in fenced if name == language]
 
 
-def test_python_of_the_readme_runs():
-    code = blocks(ROOT / "README.md", "python")
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_python_of_a_page_runs(page, tmp_path):
+    code = blocks(ROOT / page, "python")
     assert code
     for block in code:
-        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert result.returncode == 0, result.stderr
 
 

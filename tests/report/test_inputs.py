@@ -31,9 +31,12 @@ def test_a_file_of_lines_a_single_record_and_a_benchmark(tmp_path):
         ({"outcomes": [], "problem": {}}, "lab convergence"),
         ({"looks": [], "verdict": {}, "task": "digits"}, "lab inspect"),
         ({"rows": [{"risk": 1.0}], "c": 1.0, "C": 2.0}, "lab bounds"),
+        ({"rows": [{"mbit": 1.0, "step_ms": 2.0}]}, "bench link"),
+        ({"rows": [{"d": 10, "over_floor": 2.0}]}, "bench compress"),
+        ({"rows": [{"d": 10, "index_bits": 2.0}]}, "bench codec"),
     ],
 )
-def test_lab_output_is_told_apart(value, kind, tmp_path):
+def test_output_of_lab_and_benchmarks_is_told_apart(value, kind, tmp_path):
     assert [s.kind for s in read([write(tmp_path / "x.json", value)]).studies] == [kind]
 
 

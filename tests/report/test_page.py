@@ -9,7 +9,7 @@ import pytest
 from records import a_table, made_up
 from scipy import stats
 
-from rtopk.report import palette, tables, words
+from rtopk.report import figures, palette, paper, tables, words
 from rtopk.report.figures import per_round, spent
 from rtopk.report.inputs import Inputs, Study
 from rtopk.report.page import Page
@@ -48,7 +48,7 @@ def test_the_sentence_says_what_the_figures_say():
     (series,) = collect(runs).values()
     text = words.what_it_shows(series)
     assert text.startswith(
-        "Digits, distributed: rtop-k 99 % reached 95.00 ± 0.25 accuracy and sent 50.0 times fewer"
+        "digits, distributed: rtop-k 99 % reached 95.00 ± 0.25 accuracy and sent 50.0 times fewer"
     )
     assert "which reached 95.10 ± 0.25: -0.10 ± 0.23, no difference that these seeds could show." in text
     assert "-2.00 ± 0.23, a clear difference." in words.what_it_shows(series[:2])
@@ -74,13 +74,51 @@ def test_ledger_and_times_are_the_differences_of_the_records():
 
 
 def test_the_paper_is_beside_ours_where_a_record_carries_it():
-    run = {**made_up(score=92.0), "paper": {"table": 1, "value": 93.25}}
-    shown = tables.paper(collect([run, made_up("dense", 1.0)]))
-    assert "Table 1 of the paper" in shown
-    assert ">93.25<" in shown
-    assert ">-1.25<" in shown
-    assert "dense" not in shown
-    assert tables.paper(collect([made_up()])) == ""
+    where = {"table": 1, "title": "ResNet-18 on CIFAR-10", "scale": "small"}
+    runs = [
+        {**made_up("dense", 1.0, score=91.0), "paper": {**where, "row": "baseline", "value": 92.40}},
+        {**made_up(score=92.0), "paper": {**where, "row": "rTop-k 99 %", "value": 93.25}},
+        {**made_up("top-k", score=88.0), "paper": {**where, "row": "Top-k 99 %", "value": None}},
+    ]
+    shown = paper.tables(collect(runs))
+    assert "Table 1 of the paper, ResNet-18 on CIFAR-10; ours at scale small" in shown
+    cells = re.findall(r"<tr><th scope=\"row\">(.*?)</tr>", shown)
+    assert [re.sub(r"</?t[hd]>", " ", cell).split() for cell in cells] == [
+        ["baseline", "92.40", "91.00", "-1.40", "–", "–", "1"],
+        ["rTop-k", "99", "%", "93.25", "92.00", "-1.25", "+0.85", "+1.00", "1"],
+        ["Top-k", "99", "%", "–", "88.00", "–", "–", "-3.00", "1"],
+    ]
+    assert paper.tables(collect([made_up()])) == ""
+
+
+def test_the_choice_of_learning_rates_is_shown():
+    choice = {"kind": "choice", "table": 2, "scale": "small", "row": "Top-k 99 %", "metric": "accuracy",
+              "grid": [0.005, 0.015], "scores": [10.24, 11.0], "chosen": 0.015}  # fmt: skip
+    shown = paper.tuning([choice])
+    assert "0.005: 10.24, 0.015: 11.00" in shown
+    assert ">0.015<" in shown
+
+
+def test_a_link_benchmark_has_a_chart_for_each_link():
+    row = {"model": "resnet18", "size": 10, "nodes": 4, "mbit": 100.0, "method": "rtopk", "density": 0.001,
+           "values": "fp16", "step_ms": 1102.0, "off_ms": 697.0}  # fmt: skip
+    rows = [row, {**row, "mbit": 10.0}, {**row, "method": "dense", "density": None, "values": None}]
+    html, charts = show(Study("bench link", "bench link", "links.json", {"rows": rows}))
+    assert [chart["title"] for chart in charts] == [
+        "Milliseconds a step: resnet18, 4 nodes, 100 Mbit/s",
+        "Milliseconds a step: resnet18, 4 nodes, 10 Mbit/s",
+    ]
+    assert charts[0]["series"][0]["x"] == ["rtopk 0.1 % fp16", "dense"]
+    assert charts[0]["series"][0]["y"] == [1102.0, 1102.0]
+    assert "<caption>resnet18, 4 nodes, 10 Mbit/s</caption>" in html
+
+
+def test_methods_that_sent_as_much_stay_near_their_place():
+    runs = [made_up("top-k", 0.01, nodes=n) for n in range(1, 10)]
+    shown = figures.panel("x", collect(runs)["digits, distributed"])["series"]
+    places = [one["at"] / one["sent"] for one in shown]
+    assert len(set(places)) == 9
+    assert max(places) / min(places) < 1.51
 
 
 class Outline(html.parser.HTMLParser):

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. An error is one line
 
 import os
 import sys
+from typing import Any, NoReturn
 
 try:
     import typer
@@ -58,10 +59,24 @@ app.command()(watch)
 def main() -> None:
     """Run the command line."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except Exception as error:
+        if hasattr(error, "format_message"):  # click's own, which some versions of typer bring with them
+            _wrong_use(error)
         if os.environ.get("RTOPK_DEBUG"):
             raise
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         print(f"rtopk: {kind}{error}", file=sys.stderr)
         sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _wrong_use(error: Any) -> NoReturn:
+    """Say in one line what was wrong with the command; a command without anything gets its help."""
+    message = error.format_message()
+    if "\n" in message:
+        print(message, file=sys.stderr)
+    else:
+        where = error.ctx.command_path if getattr(error, "ctx", None) else "rtopk"
+        print(f"rtopk: {message} (see {where} --help)", file=sys.stderr)
+    sys.exit(error.exit_code)

@@ -21,7 +21,10 @@ def compress(
         None, "--data-dir", envvar="RTOPK_DATA", help="CIFAR-10 and PTB; else digits, manual."
     ),
 ) -> None:
-    """Measure accumulate + select + subtract against adding the gradient alone."""
+    """Measure selection against only adding the gradient.
+
+    Accumulate, select and subtract, beside the floor and two rivals.
+    """
     from dataclasses import replace
 
     from rich.console import Console
@@ -52,7 +55,7 @@ def codec(
         None, "--data-dir", envvar="RTOPK_DATA", help="CIFAR-10; else digits."
     ),
 ) -> None:
-    """Measure bits per entry and time of payloads against the entropy bound."""
+    """Measure bits and time of payloads against the entropy bound."""
     from dataclasses import replace
 
     from rich.console import Console

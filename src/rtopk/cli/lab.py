@@ -32,8 +32,9 @@ def risk(
     out: Path = Out,
     as_json: bool = Json,
 ) -> None:
-    """Measure risk against k, n, s and d for every scheme, and bits used.
+    """Measure the risk of every scheme, and bits used.
 
+    Against k, n, s and d.
     The last table has the slopes where Theorem 1 predicts -1, -1 and 2.
     """
     from rtopk.cli.show import console, make_progress
@@ -82,7 +83,10 @@ def bounds(
     out: Path = Out,
     as_json: bool = Json,
 ) -> None:
-    """Hold measured risk between c x Theorem 2 and C x Theorem 1 on a grid."""
+    """Hold measured risk between Theorem 2 and Theorem 1.
+
+    On a grid; prints the constants c and C that it needs.
+    """
     from rtopk.cli.show import console, make_progress
     from rtopk.lab.bounds import LOWER, UPPER
     from rtopk.lab.risk import grid
@@ -122,7 +126,10 @@ def convergence(
     out: Path = Out,
     as_json: bool = Json,
 ) -> None:
-    """Run Algorithm 1 on a non-convex problem with known L and G (Theorem 3)."""
+    """See Algorithm 1 converge as Theorem 3 says.
+
+    On a non-convex problem with known L and G.
+    """
     from rtopk.cli.show import console, make_progress
     from rtopk.lab.convergence import Problem
     from rtopk.lab.studies import steps_of_convergence, study_convergence
@@ -170,7 +177,7 @@ def inspect(
     out: Path = Out,
     as_json: bool = Json,
 ) -> None:
-    """Does the paper's premise hold on this model's gradients, here and now?
+    """Test the paper's premise on a model's gradients.
 
     Runs the task and, beside it, every scheme on the same gradients. Ends with
     a verdict and a recommendation for k and r.

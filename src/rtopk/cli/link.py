@@ -23,7 +23,9 @@ def link(
     out: Path | None = typer.Option(None, "--out", help="Keep the JSON here; what is there is not repeated."),
     show: Path | None = typer.Option(None, "--show", help="Print what --out kept; measure nothing."),
 ) -> None:
-    """Measure every method on real links: step time, its parts, bytes at the interface.
+    """Measure every method on shaped links.
+
+    Step time, its parts, and bytes at the interface.
 
     Makes hosts out of network namespaces and limits their links with tc, so it needs root and iproute2.
     Computation is replaced by waiting for as long as a real step takes on one core.

@@ -41,13 +41,14 @@ def results_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def make_progress() -> Progress:
-    """Make a progress display on stderr, so that stdout stays clean."""
+    """Make a progress display on stderr, so that stdout stays clean; in a log or a pipe there is none."""
     return Progress(
         TextColumn("{task.description}", justify="left"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=errors,
+        disable=not errors.is_terminal,
     )
 
 

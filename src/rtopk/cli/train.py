@@ -83,7 +83,7 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, tensorboard: 
     previous = signal.signal(signal.SIGINT, ask)
     try:
         with make_progress() as progress:
-            progress.disable = not leads()
+            progress.disable = progress.disable or not leads()
             bar = progress.add_task(f"{config.task} {config.method}", total=config.rounds)
             record: dict[str, Any] = execute(
                 config,

@@ -7,6 +7,7 @@ were. A finished run is one line in the results file.
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing.queues import SimpleQueue
@@ -82,14 +83,29 @@ def _run(
 
 _stop: Event
 _reports: "SimpleQueue[tuple[str, int]]"
-_parent: int
+_alone = threading.Event()  # the parent is gone
+_busy = threading.Lock()  # held while a run is under way
 
 
 def _start_worker(stop: Event, reports: "SimpleQueue[tuple[str, int]]") -> None:
-    global _stop, _reports, _parent  # how a pool hands things to its workers
-    _stop, _reports, _parent = stop, reports, os.getppid()
+    global _stop, _reports  # how a pool hands things to its workers
+    _stop, _reports = stop, reports
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, through `stop`
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+
+
+def _leave_with_parent() -> None:
+    """End the worker when its parent is gone, however it went; a run that is under way saves itself first."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    parent.join()
+    _alone.set()
+    with (
+        _busy
+    ):  # a pool's worker would wait for its next task forever: it holds the other end of the queue too
+        os._exit(1)
 
 
 def _work(config: Config, folder: Path, tensorboard: bool) -> Record:
@@ -97,9 +113,11 @@ def _work(config: Config, folder: Path, tensorboard: bool) -> Record:
         if run.round % REPORT_EVERY == 0:
             _reports.put((config.key, run.round))
 
-    # A worker whose parent was killed must not go on alone.
     def should_stop() -> bool:
-        return _stop.is_set() or os.getppid() != _parent
+        return _stop.is_set() or _alone.is_set()
 
     log = EventFile(folder / "tensorboard") if tensorboard else lambda point: None
-    return execute(config, folder, resume=True, on_round=report, should_stop=should_stop, on_point=log)
+    with _busy:
+        if _alone.is_set():  # the next task of a queue that nobody reads any more
+            os._exit(1)
+        return execute(config, folder, resume=True, on_round=report, should_stop=should_stop, on_point=log)

@@ -32,7 +32,9 @@ def _set_side_by_side(shown: list[Plain]) -> None:
             for other in shown
             if round(math.log10(other["sent"]), 1) == round(math.log10(one["sent"]), 1)
         ]
-        one["at"] = short(one["sent"] * 1.25 ** (same.index(one) - (len(same) - 1) / 2))
+        # Beside each other, but never so far that the place says something else: 1.5 times from first to last.
+        step = min(1.25, 1.5 ** (1 / max(len(same) - 1, 1)))
+        one["at"] = short(one["sent"] * step ** (same.index(one) - (len(same) - 1) / 2))
 
 
 def _range(shown: Sequence[Plain]) -> list[float] | None:
@@ -94,7 +96,7 @@ def spent(one: Series) -> dict[str, float | None]:
             one.config["nodes"] if stage in ("gradient", "compress") else 1
         )  # one process does all nodes' work
         found[stage] = short(1000.0 * sum(times) / len(times) / nodes)
-    return found
+    return found if any(found.values()) else {}  # under torchrun the stages are inside backward
 
 
 def short(value: float) -> float | None:

@@ -24,6 +24,7 @@ STUDIES: Mapping[str, tuple[str, ...]] = {
     "lab bounds": ("rows", "c", "C"),
     "bench": ("rows",),
 }
+BENCHES = {"bench link": "mbit", "bench codec": "index_bits", "bench compress": "over_floor"}  # by a column
 NEEDED = ("config", "metric", "curve", "final")  # of a train record
 
 
@@ -43,6 +44,7 @@ class Inputs:
 
     runs: list[Record] = field(default_factory=list)
     studies: list[Study] = field(default_factory=list)
+    choices: list[Record] = field(default_factory=list)  # of learning rates, by `rtopk reproduce`
 
     def add(self, runs: Iterable[Record]) -> None:
         """Add runs; of one that is there twice, a finished record counts more than a folder in progress."""
@@ -133,6 +135,7 @@ def _read_file(path: Path, inputs: Inputs) -> None:
 
 
 def _read_lines(path: Path, text: str, inputs: Inputs) -> None:
+    found = Inputs()
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
@@ -140,7 +143,10 @@ def _read_lines(path: Path, text: str, inputs: Inputs) -> None:
             value = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} line {number} is not JSON ({error.msg}); {ACCEPTED}") from error
-        _take(value, path, number, inputs)
+        _take(value, path, number, found)
+    inputs.add(found.runs)
+    inputs.studies += found.studies
+    inputs.choices += found.choices
 
 
 def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
@@ -151,6 +157,9 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
     if kind == "train":
         _check_run(value, path, line)
         inputs.add([value])
+        return
+    if kind == "choice":
+        inputs.choices.append(value)
         return
     name = next((name for name, keys in STUDIES.items() if all(key in value for key in keys)), None)
     if name is None:
@@ -164,6 +173,8 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
         rows = value["rows"]
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{path} line {line}: rows must be a list of objects, at least one; {ACCEPTED}")
+    if name == "bench":
+        name = next((bench for bench, column in BENCHES.items() if column in rows[0]), name)
     inputs.studies.append(Study(name, str(kind or value.get("bench") or name), str(path), value))
 
 

@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from rtopk.report import figures, palette, pictures, tables, words
+from rtopk.report import figures, palette, paper, pictures, tables, words
 from rtopk.report.figures import Plain
 from rtopk.report.inputs import Inputs
 from rtopk.report.series import Series, collect
@@ -26,10 +26,10 @@ PLOTS = {  # section of a panel -> heading and what the plots of it show
     "time": "Where the time of a round goes",
 }
 NOTES = {
-    "headline": "Last score against bytes sent per node, with 95 % intervals over seeds; faint lines are the way. "
-    "Methods that sent as much stand side by side.",
-    "curve": "Mean over seeds; the band is its 95 % interval. Choose the axes above.",
-    "ledger": "Bytes that a node sends (thick) and receives (thin, circles) in a round, mean between evaluations.",
+    "headline": "Last score against bytes sent per node, with 95 % intervals over seeds; faint lines show the way "
+    "there. Methods that sent as much stand side by side.",
+    "curve": "Mean over seeds; the band is its 95 % interval.",
+    "ledger": "Bytes that a node sends (thick) and receives (thin) in a round, mean between evaluations.",
     "residual": "Norm of what is kept back for later rounds, mean over nodes and seeds.",
     "density": "Part of the entries that is sent, k / d, by round.",
     "time": "Milliseconds: gradient and compress of one node, exchange and apply of all nodes.",
@@ -70,7 +70,7 @@ class Page:
             "run": f"<p>{escape(words.what_was_run(self.panels))}</p>" if self.panels else "",
             "shows": shown,
             "summary": tables.summary(self.panels),
-            "paper": tables.paper(self.panels),
+            "paper": paper.tables(self.panels) + paper.tuning(self.inputs.choices),
             "ledger": tables.ledger(self.panels) if self.panels else "",
             "time": tables.times(self.panels),
             "environment": tables.environment(self.panels) if self.panels else "",
@@ -83,8 +83,8 @@ class Page:
         """Name what the page's skeleton depends on; a live page that differs in it is loaded anew."""
         labels = [[one.label for one in series] for series in self.panels.values()]
         charts = [[chart["title"] for chart in found] for _, _, found in self.studies]
-        paper = bool(tables.paper(self.panels))
-        return json.dumps([list(self.panels), labels, [bool(p["series"]) for p in self.data], charts, paper])
+        shown = [bool(p["series"]) for p in self.data]
+        return json.dumps([list(self.panels), labels, shown, charts, bool(paper.tables(self.panels))])
 
     def html(self) -> str:
         """Return the page."""
@@ -117,7 +117,8 @@ class Page:
                 yield _section("paper", "Beside the paper", _part(parts, "paper"))
             for plot, heading in PLOTS.items():
                 more = _part(parts, plot) if plot in ("ledger", "time") else ""
-                yield _section(plot, heading, self._figures(plot, drawn) + more)
+                if plot != "time" or parts["time"]:
+                    yield _section(plot, heading, self._figures(plot, drawn) + more)
         number = 0
         for i, (title, _, charts) in enumerate(self.studies):
             html = ""

@@ -37,16 +37,24 @@ def headline(panel: Plain) -> str:
 
 
 def curves(panel: Plain, name: str, label: str, log: bool = False) -> str:
-    """Draw one quantity of every series against the round."""
+    """Draw one quantity of every series against the round; scores with their intervals."""
     figure, axis = _start("round", label)
     for one in panel["series"]:
-        values = one["y"].get(name) if name in ("score", "loss", "train_loss") else one[name]
-        if values:
-            axis.plot(
-                one["x"]["round"], _numbers(values),
-                color=LIGHT[slot(one["slot"])], linestyle=STYLES[DASHES[one["dash"] % len(DASHES)]],
-                linewidth=1.5, label=one["label"],
-            )  # fmt: skip
+        values = one["y"].get(name) if name in one["y"] else one.get(name)
+        if not values:
+            continue
+        x, y, colour = one["x"]["round"], _numbers(values), LIGHT[slot(one["slot"])]
+        style = STYLES[DASHES[one["dash"] % len(DASHES)]]
+        axis.plot(x, y, color=colour, linestyle=style, linewidth=1.5, label=one["label"])
+        if name == "sent_per_round":
+            received = _numbers(one["received_per_round"])
+            axis.plot(x, received, color=colour, linestyle=style, linewidth=0.7, alpha=0.7)
+        if name in one["half"]:
+            half = [0.0 if value is None else value for value in one["half"][name]]
+            low, high = ([v + sign * h for v, h in zip(y, half, strict=True)] for sign in (-1.0, 1.0))
+            axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+    if name == "score" and panel["range"] and panel["metric"] == "accuracy":
+        axis.set_ylim(-2.0, 102.0)
     if log:
         axis.set_yscale("log")
     return _finish(figure, axis)
@@ -121,7 +129,7 @@ def all_of(panel: Plain) -> dict[str, str]:
         ("curve", "score", panel["metric"], False),
         ("residual", "residual", "norm of the residual", False),
         ("density", "density", "density", True),
-        ("ledger", "sent_per_round", "bytes sent a round", True),
+        ("ledger", "sent_per_round", "bytes a round", True),
     )
     return {
         "headline": headline(panel),

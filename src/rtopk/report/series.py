@@ -68,9 +68,14 @@ class Series:
         """Say whether one of its runs is not at its end."""
         return any(is_going_on(run) for run in self.runs)
 
+    @property
+    def scores(self) -> list[float]:
+        """Return the score at the end of each run."""
+        return [run["final"][self.metric] for run in self.measured]
+
     def score(self) -> Estimate:
         """Return the score at the end."""
-        return estimate([run["final"][self.metric] for run in self.measured])
+        return estimate(self.scores)
 
     def over_runs(self, value: Callable[[Record], float]) -> float:
         """Return the mean of something over the runs."""
@@ -140,7 +145,12 @@ SLOTS = ("dense", "top-k", "random-k", "rtop-k")  # as in the palette; other met
 def _panel(panel: str, groups: list[list[Record]]) -> list[Series]:
     methods = [*SLOTS, *dict.fromkeys(g[0]["config"]["method"] for g in groups)]
     methods = list(dict.fromkeys(methods))
-    labels = [_label(group[0]["config"], [g[0]["config"] for g in groups]) for group in groups]
+    labels = [
+        group[0]["paper"]["row"]
+        if "row" in group[0].get("paper", {})
+        else _label(group[0]["config"], [g[0]["config"] for g in groups])
+        for group in groups
+    ]
     used = [0] * len(methods)
     series = []
     for group, label in zip(groups, labels, strict=True):

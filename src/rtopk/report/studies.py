@@ -59,9 +59,7 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> list[Plain]:
     what = next((name for name in MEASURES if all(_is_number(row.get(name)) for row in rows)), None)
     if who is None or what is None:
         return []
-    results = {who, what, *MEASURES, *(name for row in rows for name in row if isinstance(row[name], float))}
-    keys = [name for name in rows[0] if name not in results - {"density"}]
-    differing = [name for name in keys if len({str(row.get(name)) for row in rows}) > 1]
+    differing = [name for name in SETTINGS if len({str(row.get(name)) for row in rows}) > 1]
     groups = list(dict.fromkeys(_place(row, differing) for row in rows))
     series = []
     for label in dict.fromkeys(str(row[who]) for row in rows):
@@ -80,7 +78,51 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> list[Plain]:
     ]
 
 
-MEASURES = ("over_floor", "bytes", "bits_per_entry", "ms", "seconds", "seconds_per_step", "step_ms")
+MEASURES = ("over_floor", "total_bits", "bytes", "bits_per_entry", "ms", "seconds", "step_ms")
+SETTINGS = (
+    "model",
+    "d",
+    "mbit",
+    "nodes",
+    "density",
+    "data",
+    "source",
+    "values",
+    "threads",
+)  # of a benchmark's row
+
+
+def _link(study: Study) -> Shown:
+    """Show steps on links: a chart for each model, number of nodes and rate."""
+    cells: dict[str, list[Mapping[str, Any]]] = {}
+    for row in study.data["rows"]:
+        cells.setdefault(f"{row['model']}, {row['nodes']} nodes, {row['mbit']:g} Mbit/s", []).append(row)
+    charts, html = [], ""
+    for cell, rows in cells.items():
+        names = [_method(row) for row in rows]
+        parts = {"step": "step_ms", "without communication": "off_ms"}
+        series = [
+            {"label": label, "x": names, "y": [short(row[part]) for row in rows]}
+            for label, part in parts.items()
+        ]
+        charts.append(
+            {"kind": "bars", "title": f"Milliseconds a step: {cell}", "x": "", "y": "ms", "series": series}
+        )
+        same = ("model", "nodes", "mbit", "size", "method", "density", "values")
+        html += rows_table(
+            cell,
+            [
+                {"method": name, **{k: v for k, v in row.items() if k not in same}}
+                for name, row in zip(names, rows, strict=True)
+            ],
+        )
+    return html, charts
+
+
+def _method(row: Mapping[str, Any]) -> str:
+    """Name a row as the benchmark prints it: the method, its density in percent, its values."""
+    density = f" {100 * row['density']:g} %" if row.get("density") else ""
+    return f"{row['method']}{density}" + (f" {row['values']}" if row.get("values") else "")
 
 
 def _is_number(value: object) -> bool:
@@ -154,4 +196,5 @@ SHOWN: Mapping[str, Callable[[Study], Shown]] = {
     "lab bounds": _bounds,
     "lab convergence": _convergence,
     "lab inspect": _inspect,
+    "bench link": _link,
 }

@@ -49,30 +49,14 @@ def summary(panels: Panels) -> str:
     return "".join(parts)
 
 
-def paper(panels: Panels) -> str:
-    """Return the paper's figures beside ours, for the runs that carry them; empty if none does."""
-    by_table: dict[str, list[list[str]]] = {}
-    metric: dict[str, str] = {}
-    for panel, series in panels.items():
-        for one in series:
-            told = next((run["paper"] for run in one.measured if run.get("paper")), None)
-            if told is None:
-                continue
-            name = f"Table {told['table']} of the paper"
-            gap = one.score().mean - told["value"]
-            row = [f"{panel}: {one.label}", f"{told['value']:.2f}", str(one.score()), f"{gap:+.2f}"]
-            by_table.setdefault(name, []).append(row)
-            metric[name] = one.metric
-    return "".join(
-        table(name, ["method", f"paper, {metric[name]}", "ours", "difference"], rows)
-        for name, rows in sorted(by_table.items())
-    )
-
-
 def ledger(panels: Panels) -> str:
-    """Return the bytes of each direction, measured on the payloads."""
-    rows = []
+    """Return the bytes of each direction, measured on the payloads, a table for each panel."""
+    columns = [
+        "method", "sent a round", "received a round", "rounds", "sent in all", "received in all",
+    ]  # fmt: skip
+    parts = []
     for panel, series in panels.items():
+        rows = []
         for one in series:
             if not one.measured:
                 continue
@@ -85,29 +69,28 @@ def ledger(panels: Panels) -> str:
                 f"{one.over_runs(lambda run, n=name: run[n]):,.0f}"  # type: ignore[misc]
                 for name in ("sent_bytes_per_round", "received_bytes_per_round")
             ]
-            rows.append([f"{panel}: {one.label}", *each, f"{rounds:,.0f}", *cells])
-    columns = [
-        "method", "sent a round", "received a round", "rounds", "sent in all", "received in all",
-    ]  # fmt: skip
-    return table("Bytes of one node, by direction", columns, rows)
+            rows.append([one.label, *each, f"{rounds:,.0f}", *cells])
+        if rows:
+            parts.append(table(f"{panel}: bytes of one node, by direction", columns, rows))
+    return "".join(parts)
 
 
 def times(panels: Panels) -> str:
-    """Return where the time of a round goes; empty where no run measured it."""
-    rows = []
+    """Return where the time of a round goes, a table for each panel; empty where no run measured it."""
+    columns = ["method", *STAGES, "whole round, all nodes"]
+    what = "milliseconds a round: gradient and compress of one node, exchange and apply of all"
+    parts = []
     for panel, series in panels.items():
+        rows = []
         for one in series:
             found = spent(one) if one.measured else {}
             if found:
                 cells = [f"{found[stage] or 0.0:.2f}" for stage in STAGES]
                 whole = estimate([1000 * run["seconds"] / run["final"]["round"] for run in one.measured]).mean
-                rows.append([f"{panel}: {one.label}", *cells, f"{whole:.2f}"])
-    if not rows:
-        return ""
-    columns = ["method", *STAGES, "whole round, all nodes"]
-    return table(
-        "Milliseconds a round: gradient and compress of one node, exchange and apply of all", columns, rows
-    )
+                rows.append([one.label, *cells, f"{whole:.2f}"])
+        if rows:
+            parts.append(table(f"{panel}: {what}", columns, rows))
+    return "".join(parts)
 
 
 def environment(panels: Panels) -> str:

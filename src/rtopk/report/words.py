@@ -32,31 +32,35 @@ def what_it_shows(series: Sequence[Series]) -> str:
     dense = next((one for one in measured if one.is_dense), None)
     rivals = [one for one in measured if not one.is_dense and not math.isnan(one.score().mean)]
     if not rivals:
-        return f"{_sentence(where)}: {measured[0].label} reached {measured[0].score()} {measured[0].metric}."
+        return f"{where}: {measured[0].label} reached {measured[0].score()} {measured[0].metric}."
     up = 1.0 if rivals[0].higher_is_better else -1.0
     best = max(rivals, key=lambda one: up * one.score().mean)
-    text = f"{_sentence(where)}: {best.label} reached {best.score()} {best.metric}"
+    text = f"{where}: {best.label} reached {best.score()} {best.metric}"
     if dense is None:
         return text + (", the best of those compared." if len(rivals) > 1 else ".")
     less = dense.over_runs(_sent) / best.over_runs(_sent)
     text += f" and sent {less:,.1f} times fewer bytes than dense, which reached {dense.score()}"
-    gap = difference(_scores(best), _scores(dense))
+    text += f": {_gap(best, dense)}."
+    least = min(rivals, key=lambda one: one.over_runs(_sent))
+    if least.over_runs(_sent) < 0.9 * best.over_runs(_sent):
+        less = dense.over_runs(_sent) / least.over_runs(_sent)
+        text += (
+            f" {least.label} sent {less:,.1f} times fewer and reached {least.score()}: {_gap(least, dense)}."
+        )
+    return text
+
+
+def _gap(one: Series, dense: Series) -> str:
+    """Say how far a method is from dense, and whether these seeds show it."""
+    gap = difference(one.scores, dense.scores)
     if math.isnan(gap.half):
-        return text + f": {gap.mean:+.2f}, from one seed, so without an interval."
+        return f"{gap.mean:+.2f}, from one seed, so without an interval"
     clear = "a clear difference" if abs(gap.mean) > gap.half else "no difference that these seeds could show"
-    return text + f": {gap.mean:+.2f} ± {gap.half:.2f}, {clear}."
+    return f"{gap.mean:+.2f} ± {gap.half:.2f}, {clear}"
 
 
 def _sent(run: dict[str, float]) -> float:
     return run["sent_bytes_per_round"]
-
-
-def _scores(series: Series) -> list[float]:
-    return [run["final"][series.metric] for run in series.measured]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _count(number: int, noun: str) -> str:

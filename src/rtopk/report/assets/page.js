@@ -54,7 +54,9 @@
       const traces = shown(panel).filter((one) => one.y[chosen.y]).flatMap((one) => {
         const x = one.x[chosen.x], y = one.y[chosen.y], half = one.half[chosen.y], found = [];
         if (half.some((h) => h)) {
-          const up = y.map((v, i) => v + (half[i] ?? 0)), down = y.map((v, i) => v - (half[i] ?? 0));
+          const [least, most] = panel.metric === "accuracy" && chosen.y === "score" ? [0, 100] : [-Infinity, Infinity];
+          const edge = (sign) => y.map((v, i) => Math.min(most, Math.max(least, v + sign * (half[i] ?? 0))));
+          const up = edge(1), down = edge(-1);
           found.push({ x: [...x, ...[...x].reverse()], y: [...up, ...down.reverse()], fill: "toself", mode: "lines",
             line: { width: 0 }, fillcolor: faint(colour(one.slot), 0.14), hoverinfo: "skip", name: one.label });
         }
@@ -88,7 +90,8 @@
         marker: { color: colour([1, 3, 2, 5][i]), pattern: { shape: ["", "/", ".", "x"][i], fgcolor: css("--back"), fillmode: "overlay", size: 6, solidity: 0.2 } },
         hovertemplate: `%{y}<br><b>${stage}</b> %{x:.3~g} ms<extra></extra>`,
       }));
-      const base = layout("milliseconds", "", { barmode: "stack", showlegend: true, legend: { orientation: "h", y: 1.12, font: { color: css("--ink") } } });
+      const base = layout("milliseconds", "", { barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", yref: "container", y: 0, yanchor: "bottom" } });
+      base.margin.b = 84;
       return [traces, base];
     },
   };
@@ -101,12 +104,14 @@
   }
   function chart(spec) {
     const traces = spec.series.map((one, i) => ({
-      x: one.x, y: one.y, name: one.label, ...(spec.kind === "bars"
+      x: spec.kind === "bars" ? one.x.map((place) => String(place).replace(/, /g, "<br>")) : one.x, y: one.y, name: one.label, ...(spec.kind === "bars"
         ? { type: "bar", marker: { color: colour(one.slot ?? i) } }
         : { mode: "lines+markers", line: { color: colour(one.slot ?? i), dash: DASHES[i % 4] }, marker: { symbol: model.markers[i % 8], size: 8 } }),
       hovertemplate: `<b>${one.label}</b><br>%{x}<br>${spec.y} %{y:.4~g}<extra></extra>`,
     }));
-    let base = layout(spec.x, spec.y, { showlegend: true, legend: { orientation: "h", y: 1.15 } });
+    const legend = { orientation: "h", yref: "container", y: 0, yanchor: "bottom" };
+    let base = layout(spec.x, spec.y, { showlegend: true, legend });
+    base.margin.b = 96;
     if (spec.kind === "bars") base.xaxis.type = "category";
     else if (spec.log_x) base = log(base, "xaxis");
     return [traces, spec.log_y ? log(base, "yaxis") : base];
@@ -116,11 +121,14 @@
     const [traces, base] = figure.dataset.chart !== undefined
       ? chart(model.charts[+figure.dataset.chart])
       : plots[figure.dataset.plot](model.panels[+figure.dataset.panel]);
-    figure.classList.add("drawn");
     return Plotly.react(figure.querySelector(".plot"), traces, base,
       { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "sendChartToCloud"] });
   }
-  const drawAll = (which = "figure") => Promise.all([...document.querySelectorAll(which)].map(draw));
+  function drawAll(which = "figure") {
+    const figures = [...document.querySelectorAll(which)];
+    for (const figure of figures) figure.classList.add("drawn");  // all have their places before one is drawn
+    return Promise.all(figures.map(draw));
+  }
 
   function key(one) {  // the line and the marker of a series, as in the plots
     const stroke = `stroke="${colour(one.slot)}" stroke-width="2"`;
