@@ -88,6 +88,11 @@ def test_it_opens_from_disk_without_network_or_errors(browser, page):
     assert (
         browser.execute_script("return getComputedStyle(document.querySelector('.static')).display") == "none"
     )
+    outside = browser.execute_script(
+        "return [...document.querySelectorAll('figure')].filter(f => f.querySelector('.main-svg')"
+        ".getBoundingClientRect().right > f.getBoundingClientRect().right + 1).map(f => f.id)"
+    )
+    assert outside == [], "plots reach into their neighbours"
 
 
 def test_the_security_policy_stops_the_network(browser, page):
