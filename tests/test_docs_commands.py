@@ -34,6 +34,10 @@ ONLY_PARSED = {
     "bench link": "needs root and minutes; tests/test_link_bench.py runs it small on loopback",
     "advise": "needs a second host or a long benchmark; tests/test_advise.py tests what it does",
     "fed": "tests/flower runs both engines",
+    "reproduce": "hours; tests/test_reproduce.py runs it at scale smoke",
+    "data": "needs the data sets; tests/test_data.py makes small ones",
+    "tables": "writes into docs; tests/test_reproduce.py runs it on records of its own",
+    "rivals": "hours; tests/test_rivals_study.py runs it small",
     "lab": "tests/lab/test_lab_cli.py runs each of them small",
 }
 MAKE = {  # only parsed: each is a call of what is tested elsewhere

@@ -74,14 +74,14 @@ def test_ledger_and_times_are_the_differences_of_the_records():
 
 
 def test_the_paper_is_beside_ours_where_a_record_carries_it():
-    where = {"table": 1, "title": "ResNet-18 on CIFAR-10", "scale": "small"}
+    where = {"table": "table-1", "title": "ResNet-18 on CIFAR-10", "scale": "small"}
     runs = [
         {**made_up("dense", 1.0, score=91.0), "paper": {**where, "row": "baseline", "value": 92.40}},
         {**made_up(score=92.0), "paper": {**where, "row": "rTop-k 99 %", "value": 93.25}},
         {**made_up("top-k", score=88.0), "paper": {**where, "row": "Top-k 99 %", "value": None}},
     ]
     shown = paper.tables(collect(runs))
-    assert "Table 1 of the paper, ResNet-18 on CIFAR-10; ours at scale small" in shown
+    assert "Table 1 of the paper: ResNet-18 on CIFAR-10; ours at scale small" in shown
     cells = re.findall(r"<tr><th scope=\"row\">(.*?)</tr>", shown)
     assert [re.sub(r"</?t[hd]>", " ", cell).split() for cell in cells] == [
         ["baseline", "92.40", "91.00", "-1.40", "–", "–", "1"],
@@ -92,7 +92,7 @@ def test_the_paper_is_beside_ours_where_a_record_carries_it():
 
 
 def test_the_choice_of_learning_rates_is_shown():
-    choice = {"kind": "choice", "table": 2, "scale": "small", "row": "Top-k 99 %", "metric": "accuracy",
+    choice = {"kind": "choice", "table": "table-2", "scale": "small", "row": "Top-k 99 %", "metric": "accuracy",
               "grid": [0.005, 0.015], "scores": [10.24, 11.0], "chosen": 0.015}  # fmt: skip
     shown = paper.tuning([choice])
     assert "0.005: 10.24, 0.015: 11.00" in shown

@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 def tables(panels: Mapping[str, Sequence[Series]]) -> str:
     """Return the paper's figures beside ours, a table for each of the paper's; empty without such runs."""
-    found: dict[tuple[int, str], list[Series]] = {}
+    found: dict[tuple[str, str], list[Series]] = {}
     for series in panels.values():
         for one in series:
             told = one.runs[0].get("paper")
@@ -24,7 +24,7 @@ def tables(panels: Mapping[str, Sequence[Series]]) -> str:
     return "".join(_table(number, scale, series) for (number, scale), series in sorted(found.items()))
 
 
-def _table(name: int, scale: str, series: Sequence[Series]) -> str:
+def _table(name: str, scale: str, series: Sequence[Series]) -> str:
     dense = next((one for one in series if one.is_dense), None)
     base = dense.runs[0]["paper"]["value"] if dense else None
     rows = []
@@ -46,7 +46,14 @@ def _table(name: int, scale: str, series: Sequence[Series]) -> str:
         "paper: from dense", "ours: from dense", "seeds",
     ]  # fmt: skip
     title = series[0].runs[0]["paper"]["title"]
-    return table(f"Table {name} of the paper, {title}; ours at scale {scale}", columns, rows)
+    if all(one.runs[0]["paper"]["value"] is None for one in series):  # a study of ours
+        keep = [i for i in range(len(columns)) if i not in (1, 3, 4)]
+        columns, rows = [columns[i] for i in keep], [[row[i] for i in keep] for row in rows]
+    return table(f"{_heading(name)}: {title}; ours at scale {scale}", columns, rows)
+
+
+def _heading(name: str) -> str:
+    return name.replace("-", " ").capitalize() + (" of the paper" if name.startswith("table") else "")
 
 
 def _plus(gap: Estimate) -> str:
@@ -59,7 +66,7 @@ def _figure(value: float | None) -> str:
 
 def tuning(choices: Sequence[Record]) -> str:
     """Return the grid of learning rates of every row, what each reached on validation data, and the choice."""
-    by_table: dict[tuple[int, str], list[list[str]]] = {}
+    by_table: dict[tuple[str, str], list[list[str]]] = {}
     for choice in choices:
         tried = ", ".join(
             f"{number(rate)}: {score:.2f}"
@@ -69,7 +76,7 @@ def tuning(choices: Sequence[Record]) -> str:
         by_table.setdefault((choice["table"], choice["scale"]), []).append(row)
     return "".join(
         table(
-            f"Table {name}, scale {scale}: learning rates tried, and their score on validation data",
+            f"{_heading(name)}, scale {scale}: learning rates tried, and their score on validation data",
             ["method", "tried", "chosen"],
             rows,
         )

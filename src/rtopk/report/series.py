@@ -134,6 +134,8 @@ def collect(runs: Sequence[Record]) -> dict[str, list[Series]]:
     for run in runs:
         config = run["config"]
         panel = f"{config['task']}, {config['setting']}"
+        if "paper" in run:  # the same task serves several tables and studies
+            panel += f", {run['paper']['table'].replace('-', ' ')}"
         same = str(sorted((name, str(value)) for name, value in config.items() if name != "seed"))
         groups.setdefault(panel, {}).setdefault(same, []).append(run)
     return {panel: _panel(panel, list(found.values())) for panel, found in groups.items()}
