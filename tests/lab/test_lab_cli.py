@@ -6,6 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rtopk.cli import app
+from rtopk.report.inputs import read
+from rtopk.report.studies import show
 
 COMMANDS = {
     "risk": ["--d", "512", "--s", "16", "--n", "200", "--k", "60", "--repeats", "2"],
@@ -42,6 +44,12 @@ def test_json_is_one_object(name, tmp_path):
     if name == "inspect":
         assert report["verdict"]["premise"] in ("holds", "holds in part", "does not hold")
         assert [look["round"] for look in report["looks"]] == [0, 3]
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (study,) = read([tmp_path / "report.json"]).studies
+    html, charts = show(study)
+    assert study.kind == f"lab {name}"
+    assert "<table>" in html
+    assert charts, "the report draws what the lab measured"
 
 
 @pytest.mark.parametrize(

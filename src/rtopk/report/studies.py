@@ -179,12 +179,16 @@ def _convergence(study: Study) -> Shown:
 
 
 def _inspect(study: Study) -> Shown:
-    html, looks = "", study.data["looks"]
+    html, looks, series = "", study.data["looks"], []
     for look in looks:
+        drawn = sorted((row["r_over_k"], row["error_with_residual"]) for row in look["schemes"])
+        x, y = [r for r, _ in drawn], [short(error) for _, error in drawn]
+        series.append({"label": f"round {look['round']}", "x": x, "y": y})
         html += rows_table(f"Round {look['round']}: every scheme on the same gradients", look["schemes"])
     facts = {**flatten(study.data["verdict"]), **flatten(study.data.get("recommendation", {}))}
     html = rows_table("Verdict", [{"what": name, "value": value} for name, value in facts.items()]) + html
-    return html, []
+    title = "Error of the mean with residual: top-k is r / k = 1, random-k the last"
+    return html, [_lines(title, "r / k", "error", series)]
 
 
 def _lines(title: str, x: str, y: str, series: list[Plain], log_x: bool = True) -> Plain:
