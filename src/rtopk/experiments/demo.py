@@ -1,9 +1,9 @@
 """The demo: five nodes learn scikit-learn's digits, every method, both settings.
 
-The rounds are chosen so that even at 99.9 % compression the five nodes together send every coordinate several times
-(nodes x rounds x density is 6.5 in the distributed setting, 3.25 in the federated one); with fewer, a comparison says
-nothing. The learning rate is one that suits every method: rTop-k's entries wait about n rounds longer than top-k's
-and bear only a smaller one.
+The rounds are chosen so that even at 99.9 % compression the five nodes together send every coordinate several
+times (nodes x rounds x density is 6.5 in the distributed setting, 3.25 in the federated one); with fewer, a
+comparison says nothing. The learning rate is one that suits every method: rTop-k's entries wait about n rounds
+longer than top-k's and bear only a smaller one.
 """
 
 from collections.abc import Sequence
