@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from rtopk.kernels import compilable, take_out_
 from rtopk.sparse import SparseVector
 from rtopk.union import union
 
@@ -90,7 +91,10 @@ class RunningMean:
 
     def add_at(self, slots: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """Add a node's values at these places, unique within a node."""
-        self._total.index_add_(0, slots, weight * values if self.weighted else values)
+        if compilable(self._total, values):  # half the time of index_add_; x - (-y) is x + y to the bit
+            take_out_(self._total, slots, -weight * values if self.weighted else -values)
+        else:
+            self._total.index_add_(0, slots, weight * values if self.weighted else values)
         if self._received is not None:
             self._received[slots] += weight if self.weighted else 1.0
         self._weights.append(weight)

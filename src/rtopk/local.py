@@ -5,6 +5,7 @@ and the outer optimizer steps from the common weights (see `outer`). This is the
 cluster: the paper's with `sgd`, DiLoCo with `nesterov`, SparseLoCo with `sparseloco`.
 """
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from rtopk.outer import Outer, by_name
 from rtopk.schedule import Schedule
 from rtopk.select import RTopK, Selector
 from rtopk.sparsifier import Sparsifier
+from rtopk.transport import AllGather
 
 
 class LocalSGD:
@@ -50,10 +52,10 @@ class LocalSGD:
         self.model = model
         self.local_steps = local_steps
         self.mean: Mean = mean
-        self.group = group
         distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if distributed else 0
-        self.world = dist.get_world_size(group) if distributed else 1
+        self.transport = AllGather(group) if distributed and dist.get_world_size(group) > 1 else None
+        self.rank = self.transport.rank if self.transport else 0
+        self.world = self.transport.nodes if self.transport else 1
         self.layout = Layout.of(model, dense)
         self.outer: Outer = pair.outer if pair else outer  # type: ignore[assignment]
         self.sparsifier = Sparsifier(
@@ -95,27 +97,23 @@ class LocalSGD:
 
     def _exchange(self, payload: Tensor) -> list[Tensor]:
         """Return the payloads of all ranks; they differ in size, so sizes go first."""
-        if self.world == 1:
+        if self.transport is None:
             return [payload]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        sizes = [int(size) for size in self.transport.exchange([torch.tensor([payload.numel()])])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(gathered, padded, group=self.group)
-        return [whole[: int(size)] for whole, size in zip(gathered, sizes, strict=True)]
+        everyone = self.transport.exchange([padded])
+        return [whole[:size].cpu() for whole, size in zip(everyone, sizes, strict=True)]
 
     def _check_common(self) -> None:
-        if self.world == 1:
+        if self.transport is None:
             return
-        theirs = self.common.clone()
-        dist.broadcast(theirs, dist.get_global_rank(self.group, 0) if self.group else 0, group=self.group)
-        different = torch.tensor([0 if torch.equal(theirs, self.common) else 1])
-        dist.all_reduce(different, group=self.group)
-        if int(different):
+        name = hashlib.blake2b(self.common.numpy().data, digest_size=16).digest()
+        names = self.transport.exchange([torch.frombuffer(bytearray(name), dtype=torch.uint8)])
+        different = sum(not torch.equal(other, names[0]) for other in names)
+        if different:
             raise ValueError(
-                f"{int(different)} of {self.world} ranks start from other weights than rank 0: "
+                f"{different} of {self.world} ranks start from other weights than rank 0: "
                 "broadcast the model first"
             )
 

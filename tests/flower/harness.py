@@ -8,20 +8,17 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
-# Flower sets these in the process of a task; here the test is the task.
-TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-
-D = 300
-
 
 class LocalGrid:
     """Deliver messages to client apps in this process; `deliver` may drop, repeat or damage them."""
 
-    def __init__(self, apps, node_configs=None, deliver=None):
+    def __init__(self, apps, node_configs=None, deliver=None, run_config=None):
+        # Flower sets these in the process of a task; here the test is the task.
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
         self.apps = dict(enumerate(apps, start=101))  # node id -> app
         configs = node_configs or [{"partition-id": n} for n in range(len(apps))]
         self.contexts = {
-            node: Context(1, node, config, RecordDict(), {})
+            node: Context(1, node, config, RecordDict(), run_config or {})
             for node, config in zip(self.apps, configs, strict=True)
         }
         self.deliver = deliver or (lambda grid, message: [grid.call(message)])
@@ -47,22 +44,32 @@ class LocalGrid:
         return replies
 
 
+def move(arrays, shift):
+    """Return where a client goes from here: a tenth of the way to its own optimum; integers count up."""
+    return {
+        name: value + 0.1 * (shift + torch.linspace(-1, 1, value.numel()).view(value.shape) - value)
+        if value.is_floating_point()
+        else value + 1
+        for name, value in arrays.items()
+    }
+
+
+def tensors(record):
+    """Copy the arrays of a record."""
+    return {name: torch.from_numpy(array.numpy().copy()) for name, array in record.items()}
+
+
 def quadratic_app(mod, shift: float, log: list | None = None, fail: Callable[[int], bool] = lambda r: False):
     """A client that moves a tenth of the way to its own optimum; what it moved is appended to `log`."""
     app = ClientApp(mods=[mod])
 
     @app.train()
     def train(message, context):
-        arrays = {name: torch.from_numpy(a.numpy().copy()) for name, a in message.content["arrays"].items()}
+        arrays = tensors(message.content["arrays"])
         server_round = message.content["config"]["server-round"]
         if fail(server_round):
             raise RuntimeError("training failed")
-        own = {}
-        for name, value in arrays.items():
-            if not value.is_floating_point():
-                own[name] = value + 1
-                continue
-            own[name] = value + 0.1 * (shift + torch.linspace(-1, 1, value.numel()).view(value.shape) - value)
+        own = move(arrays, shift)
         if log is not None:
             log.append((server_round, {n: arrays[n] - own[n] for n in own}))
         metrics = MetricRecord(

@@ -1,6 +1,8 @@
 """Mod and strategy together, through Flower's own apps and messages, on a grid that misbehaves."""
 
+import io
 import logging
+import re
 
 import harness
 import numpy as np
@@ -202,6 +204,36 @@ def test_server_and_clients_hold_the_same_bits(tmp_path):
         assert strategy.ledger.rounds[2].snapshots == 0
 
 
+def test_a_first_model_that_clients_make_is_not_sent(tmp_path):
+    """The digest in the message proves that client and server mean the same bits."""
+    strategy, grid, _ = federation(
+        tmp_path, initial_known=True, mod={"initial": lambda context: initial(True)}
+    )
+    strategy.start(grid, initial(True), num_rounds=3)
+    assert sum(entry.snapshots for entry in strategy.ledger.rounds.values()) == 0
+    assert not strategy.refusals
+    assert strategy.ledger.rounds[1].down_payload < 200  # the arrays that are not compressed
+
+
+@pytest.mark.parametrize(
+    "mine", [None, lambda context: ArrayRecord({"w": Array(np.ones((9, 3), np.float32))}), "seed"]
+)
+def test_a_first_model_that_clients_do_not_have_is_sent(tmp_path, mine):
+    """Clients that make none, one of another form, or one of another seed, ask for it in the first round."""
+    if mine == "seed":
+        other = initial().to_torch_state_dict()
+        other["w"] += 1e-6
+        mine = lambda context: ArrayRecord.from_torch_state_dict(other)  # noqa: E731
+    strategy, grid, _ = federation(tmp_path, initial_known=True, mod={"initial": mine})
+    strategy.start(grid, initial(), num_rounds=3)
+    asked = [r for r in strategy.refusals if "asks for a snapshot" in r.reason]
+    assert [r.round for r in asked] == [1, 1, 1]
+    assert len(strategy.refusals) == 3
+    assert set(strategy.intake.accepted.values()) == {2}
+    for state in client_states(tmp_path, strategy):
+        assert digest(state["vector"]) == strategy.versions.digest
+
+
 def test_a_damaged_client_model_asks_for_a_snapshot(tmp_path):
     def deliver(grid, message):
         if message.metadata.dst_node_id == 101 and message.content["rtopk"]["round"] == 3:
@@ -342,10 +374,10 @@ def bad_replies(reply, strategy):
     }
 
 
-def first_round(path, **options):
+def first_round(path, model=None, **options):
     """Return a strategy in its first round, the reply of client 0 and the others'."""
     strategy, grid, _ = federation(path, **options)
-    replies = grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
+    replies = grid.send_and_receive(strategy.configure_train(1, model or initial(), ConfigRecord(), grid))
     mine = next(r for r in replies if r.metadata.src_node_id == 101)
     return strategy, mine, [r for r in replies if r is not mine]
 
@@ -360,9 +392,43 @@ def test_bad_clients_cannot_hurt(tmp_path):
         mine.content = bad_replies(mine, strategy)[name]
         arrays, _ = strategy.aggregate_train(1, [mine, *others])
         assert [refusal.node for refusal in strategy.refusals] == [101], name
+        if name == "odd metrics":
+            assert strategy.refusals[0].client == "0"
         for key in ("w", "b"):
             assert arrays[key].data == expected[key].data, name
         assert "0" not in strategy.intake.accepted
+
+
+def npy(array, shape):
+    """Write an array as Flower does, with another shape in numpy's own header."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"shape": shape, "fortran_order": False, "descr": array.dtype.str}
+    )
+    return file.getvalue() + array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "data", "reason"),
+    [
+        ((3,), "float64", npy(np.zeros(3), (10**12,)), "the bytes of its array wide"),  # 8 TB if believed
+        ((10**12,), "float64", npy(np.zeros(3), (10**12,)), "got float64 of shape"),
+        ((3,), "float32", npy(np.zeros(3, np.float32), (3,)), "got float32"),
+        ((3,), "float64", npy(np.array([1.0, np.nan, 0.0]), (3,)), "NaN or Inf"),
+        ((3,), "float64", npy(np.zeros(30_000), (3,)), "the bytes of its array wide"),
+        ((3,), "float64", b"garbage", "magic"),
+        ((3,), "float64", npy(np.zeros(2), (3,)), "wide|reshape|read"),
+    ],
+)
+def test_raw_arrays_are_not_believed(tmp_path, shape, dtype, data, reason):
+    strategy, mine, others = first_round(tmp_path, initial(True))
+    record = mine.content["arrays"]
+    bad = Array(dtype=dtype, shape=shape, stype="numpy.ndarray", data=data)
+    mine.content["arrays"] = ArrayRecord({**dict(record), "wide": bad})
+    arrays, _ = strategy.aggregate_train(1, [mine, *others])
+    assert arrays is not None
+    assert [refusal.node for refusal in strategy.refusals] == [101]
+    assert re.search(reason, strategy.refusals[0].reason)
 
 
 def test_a_replayed_payload_is_refused(tmp_path):

@@ -72,3 +72,32 @@ def codec(
 
 
 app.command()(link)
+
+
+@app.command()
+def aggregate(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    clients: int = typer.Option(100, min=1, help="Number of clients."),
+    d: int = typer.Option(11_173_962, "--d", min=1000, help="Entries of the model."),
+    density: float = typer.Option(0.01, help="Part of the entries a client sends: k / d."),
+) -> None:
+    """Measure the server's mean of many clients against adding the decoded entries."""
+    from rich.console import Console
+
+    from rtopk.bench import aggregate as bench
+
+    with Console(stderr=True).status("making payloads, then taking turns"):
+        found = bench.measure(clients, d, density)
+    if as_json:
+        print(json.dumps(bench.as_json(found)))
+        return
+    print(f"{found.clients} clients x {found.d:,} entries at density {found.density:g}")
+    print(f"adding the decoded entries  {found.floor_ms:8.1f} ms")
+    print(f"the same by index_add_      {found.torch_ms:8.1f} ms")
+    print(f"decoding alone              {found.decode_ms:8.1f} ms")
+    print(f"check, decode, judge, add   {found.average_ms:8.1f} ms  {found.over_floor:.2f} x the adding")
+    print(f"the same in the first round {found.first_ms:8.1f} ms")
+    print(f"payloads                    {found.payload_bytes / 1e6:8.1f} MB")
+    print(
+        f"memory beside the payloads  {found.peak_bytes / 1e6:8.1f} MB  {found.over_dense:.2f} dense vectors"
+    )

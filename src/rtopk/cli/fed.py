@@ -21,7 +21,7 @@ DOWN_DENSITY = typer.Option(1.0, help="Part of the entries that the server sends
 DOWN_VALUES = typer.Option("fp32", help="How values go down; fp32 at density 1 is exact.")
 OUTER = typer.Option("sgd", help="At the centre: sgd, nesterov or sparseloco.")
 PLAIN = typer.Option(False, help="Flower alone: dense FedAvg, to compare with.")
-KNOWN = typer.Option(False, help="Clients make the first model from the seed.")
+KNOWN = typer.Option(True, help="Clients make the first model from the seed.")
 OUT = typer.Option(None, help="Folder of the run; default runs/fed-KEY.")
 JSON = typer.Option(False, "--json", help="Print the record as one JSON object.")
 
@@ -52,6 +52,47 @@ def deploy(
     stopped at the end, by its id.
     """
     _run("deploy", locals())
+
+
+@app.command()
+def traffic(
+    task: str = typer.Option("digits-1m", help="digits-1m or digits-11m."),
+    rounds: int = typer.Option(4, min=2, help="Number of exchanges."),
+    nodes: int = typer.Option(5, min=1, help="Number of clients."),
+    density: float = typer.Option(0.01, help="Part of the entries, up and down: k / d."),
+    brief: bool = typer.Option(False, "--brief", help="Only the first two deployments."),
+    out: Path | None = typer.Option(None, help="Folder of the runs; default runs/traffic-TASK."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Count the bytes on the wire against dense FedAvg, engine included.
+
+    Four deployments: dense FedAvg, compressed, compressed without a first model
+    that clients make from the seed, and compressed with an exact downlink.
+    """
+    from rich.table import Table
+
+    from rtopk.cli.show import console, errors, print_json
+    from rtopk.experiments.config import Config
+    from rtopk.experiments.federated import Federation
+    from rtopk.experiments.traffic import compare
+
+    config = Config(task=task, setting="federated", nodes=nodes, rounds=rounds, density=density,
+                    local_steps=1, evaluate_every=rounds)  # fmt: skip
+    folder = out or Path("runs") / f"traffic-{task}"
+    with errors.status("") as status:
+        federation = Federation(config=config, downlink_density=density)
+        measured = compare(federation, folder, status.update, brief=brief)
+    if as_json:
+        print_json(measured)
+        return
+    rows = measured["rows"]
+    table = Table(title=f"{rows[0]['parameters']:,} parameters, {nodes} clients, {rounds} rounds")
+    for heading in ("", "bytes a round", "times less", "bytes in total", "times less"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        table.add_row(row["name"], f"{row['steady']:,.0f}", f"{row['steady_times_less']:.1f}",
+                      f"{row['total']:,}", f"{row['total_times_less']:.1f}")  # fmt: skip
+    console.print(table)
 
 
 def _run(engine: str, options: dict[str, Any]) -> None:
@@ -85,10 +126,8 @@ def _run(engine: str, options: dict[str, Any]) -> None:
     with make_progress() as progress:
         bar = progress.add_task(f"{engine} {config.task}", total=config.rounds)
         with contextlib.redirect_stdout(sys.stderr):
-            if engine == "sim":
-                record = simulate(federation, folder)
-            else:
-                record = run_deployed(federation, folder, lambda done: progress.update(bar, completed=done))
+            run = simulate if engine == "sim" else run_deployed
+            record = run(federation, folder, lambda done: progress.update(bar, completed=done))
         progress.update(bar, completed=config.rounds)
     if options["as_json"]:
         print_json(record)

@@ -7,6 +7,7 @@ not `completed` is an error, whatever Flower's exit code was.
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,21 +20,37 @@ from rtopk.flower.proxy import CountingProxy
 Progress = Callable[[int], None]
 
 
-def simulate(federation: Federation, folder: Path, cores: int = 2) -> dict[str, Any]:
+def simulate(
+    federation: Federation, folder: Path, on_progress: Progress = lambda done: None, cores: int = 2
+) -> dict[str, Any]:
     """Run all clients in ray actors of this machine."""
     os.environ.update(OFFLINE)
     from flwr.simulation import run_simulation
 
     federation = _placed(federation, folder)
-    run_simulation(
-        server_app(federation),
-        client_app(federation),
-        federation.config.nodes,
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": cores, "log_to_driver": False, "include_dashboard": False},
-        },
-    )
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            on_progress(_rounds_done(federation) or 0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        run_simulation(
+            server_app(federation),
+            client_app(federation),
+            federation.config.nodes,
+            backend_config={
+                "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+                "init_args": {"num_cpus": cores, "log_to_driver": False, "include_dashboard": False},
+            },
+        )
+    except Exception as error:  # whatever the app raised
+        raise FleetError(f"the run failed: {type(error).__name__}: {error}") from error
+    finally:
+        over.set()
+        watcher.join()
     return _result(federation, folder, {"engine": "simulation", "status": "finished:completed"})
 
 
@@ -44,20 +61,36 @@ def deploy(federation: Federation, folder: Path, on_progress: Progress = lambda 
     with Fleet(folder) as fleet, CountingProxy(fleet.port) as proxy:
         for number in range(federation.config.nodes):
             fleet.add_node({"partition-id": number}, through=proxy.port)
-        run = fleet.submit(write_app(folder / "app", federation.to_json()))
+        settings = {"federation": federation.to_json().encode().hex()}
+        run = fleet.submit(write_app(folder / "app", "rtopk.experiments.federated", settings))
 
         def poll() -> None:
-            with suppress(OSError, ValueError):
-                done = int(Path(federation.result + ".progress").read_text())
+            done = _rounds_done(federation)
+            if done is not None:
                 marks.setdefault(done, (proxy.up, proxy.down))
                 on_progress(done)
 
         status = fleet.wait(run, done=Path(federation.result).exists, on_poll=poll)
         if status != "finished:completed":
             raise FleetError(f"the run ended as {status}: {fleet.tail('superlink')}")
-        facts = {"engine": "deployment", "status": status, "wire": {"up": proxy.up, "down": proxy.down},
-                 "wire_by_round": {str(n): list(mark) for n, mark in marks.items()}}  # fmt: skip
+        wire = {"up": proxy.up, "down": proxy.down, "by_round": _by_round(marks)}
+        facts = {"engine": "deployment", "status": status, "wire": wire}
     return _result(federation, folder, facts)
+
+
+def _by_round(marks: dict[int, tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """Return the bytes of each round; round 0 is joining the federation and fetching the app."""
+    rounds, before = {}, (0, 0)
+    for number, (up, down) in sorted(marks.items()):
+        rounds[str(number)] = {"up": up - before[0], "down": down - before[1]}
+        before = (up, down)
+    return rounds
+
+
+def _rounds_done(federation: Federation) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(Path(federation.result + ".progress").read_text())
+    return None
 
 
 def _placed(federation: Federation, folder: Path) -> Federation:
@@ -74,5 +107,9 @@ def _result(federation: Federation, folder: Path, facts: dict[str, Any]) -> dict
     if not path.exists():
         raise FleetError(f"the run left no result in {folder}: see the logs there")
     record: dict[str, Any] = {**json.loads(path.read_text()), **facts}
+    for number, wire in record.get("wire", {}).get("by_round", {}).items():
+        entry = record.get("ledger", {}).get(number, {})
+        for way in ("up", "down") if entry else ():  # what the engine adds to our messages
+            entry[f"{way}_engine"] = wire[way] - entry[f"{way}_payload"] - entry[f"{way}_framing"]
     path.write_text(json.dumps(record, indent=1))
     return record

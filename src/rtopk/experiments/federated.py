@@ -40,7 +40,7 @@ class Federation:
     downlink_values: str = "fp32"
     outer: str = "sgd"
     anchor_every: int = 0
-    initial_known: bool = False  # clients make the first model from the seed
+    initial_known: bool = True  # clients make the first model from the seed
     store: str = ""  # folder of the clients' states; empty: Flower's context
     result: str = ""  # file
     timeout: float = 600.0  # seconds a round
@@ -199,6 +199,8 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
         train_config=ConfigRecord(),
         evaluate_fn=evaluate,
     )
+    if isinstance(strategy, RTopKStrategy) and not strategy.intake.accepted:
+        raise RuntimeError(f"no reply was accepted in {config.rounds} rounds: {strategy.refusals[:3]}")
     load_arrays(run, result.arrays)
     record = {
         "kind": "federated",

@@ -145,7 +145,7 @@ class Fleet:
                 asked = time.monotonic()
                 if status.startswith("finished"):
                     return status
-            time.sleep(0.5)
+            time.sleep(0.05)
         raise FleetError(f"run {run} did not finish in {seconds:.0f} s; its logs are in {self.folder}")
 
     def stop_node(self, node: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
@@ -216,22 +216,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_app(folder: Path, federation: str) -> Path:
-    """Write the Flower app of the project's tasks: the code is rtopk's, the app holds its settings."""
-    module = folder / "rtopkfed"
+def write_app(folder: Path, source: str, settings: Mapping[str, str] | None = None) -> Path:
+    """Write a Flower app whose `server_app()` and `client_app()` come from the module `source`."""
+    module = folder / "fleetapp"
     module.mkdir(parents=True, exist_ok=True)
     (module / "__init__.py").write_text("")
-    (module / "server.py").write_text(
-        "from rtopk.experiments.federated import server_app\n\napp = server_app()\n"
-    )
-    (module / "client.py").write_text(
-        "from rtopk.experiments.federated import client_app\n\napp = client_app()\n"
-    )
+    for side in ("server", "client"):
+        (module / f"{side}.py").write_text(f"from {source} import {side}_app\n\napp = {side}_app()\n")
+    config = "".join(f"{name} = {json.dumps(value)}\n" for name, value in (settings or {}).items())
     (folder / "pyproject.toml").write_text(
-        '[project]\nname = "rtopkfed"\nversion = "1.0.0"\nlicense = { text = "Apache-2.0" }\ndependencies = []\n\n'
+        '[project]\nname = "fleetapp"\nversion = "1.0.0"\nlicense = { text = "Apache-2.0" }\ndependencies = []\n\n'
         '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n\n'
         '[tool.flwr.app]\npublisher = "rtopk"\n\n'
-        '[tool.flwr.app.components]\nserverapp = "rtopkfed.server:app"\nclientapp = "rtopkfed.client:app"\n\n'
-        f'[tool.flwr.app.config]\nfederation = "{federation.encode().hex()}"\n'
+        '[tool.flwr.app.components]\nserverapp = "fleetapp.server:app"\nclientapp = "fleetapp.client:app"\n\n'
+        f"[tool.flwr.app.config]\n{config}"
     )
     return folder

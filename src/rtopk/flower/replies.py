@@ -1,8 +1,8 @@
 """Reading what clients answer: nothing is believed, and what does not fit is refused with the reason."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
 
 import numpy as np
 from flwr.app import Array, Message, RecordDict
@@ -30,8 +30,8 @@ def identify(message: Message, session: int) -> tuple[str, bytes | None]:
     return client, None if "need" in header else digest
 
 
-def read(message: Message, model: Model, client: str, weight_key: str) -> Offer:
-    """Return the offer of a training reply."""
+def read(message: Message, model: Model, client: str, weight_key: str, raw: Mapping[str, Array]) -> Offer:
+    """Return the offer of a training reply; its raw arrays must be of the kind of `raw`."""
     header = message.content.config_records[HEADER]
     _, arrays = the_arrays(message.content)
     payloads = payload_bytes(arrays)
@@ -40,9 +40,8 @@ def read(message: Message, model: Model, client: str, weight_key: str) -> Offer:
     expected = {f"{PAYLOAD}0", *model.raw}
     if set(arrays) != expected:
         raise RefusedError(f"its arrays must be {sorted(expected)}, got {sorted(arrays)[:9]}")
-    types = dict(zip(model.names, model.dtypes, strict=True))
     for name in model.raw:
-        _check_raw(name, arrays[name], types[name])
+        _check_raw(name, arrays[name], raw[name])
     session, round_, digest = header.get("session"), header.get("round"), header.get("digest")
     if not isinstance(session, int) or not isinstance(round_, int) or not isinstance(digest, bytes):
         raise RefusedError("its header is not one of ours")
@@ -73,22 +72,17 @@ def alike_metrics(messages: Iterable[Message], weight_key: str, refuse: Refuse) 
         if shape == usual:
             kept.append(message)
         else:
-            refuse("?", message.metadata.src_node_id, f"its metrics {shape} are not those of the others")
+            refuse("", message.metadata.src_node_id, f"its metrics {shape} are not those of the others")
     return kept
 
 
-def raw_mean(
-    model: Model, contents: Sequence[RecordDict], weights: Sequence[float], before: Mapping[str, Array]
-) -> dict[str, Array]:
+def raw_mean(model: Model, contents: Sequence[RecordDict], weights: Sequence[float]) -> dict[str, Array]:
     """Return the raw arrays of a round: the weighted mean of floats, the first client's integers."""
     raw: dict[str, Array] = {}
     types = dict(zip(model.names, model.dtypes, strict=True))
     for name in model.raw:
         arrays = [the_arrays(content)[1][name] for content in contents]
-        shape = tuple(before[name].shape)
-        if any(tuple(array.shape) != shape for array in arrays):
-            arrays = [array for array in arrays if tuple(array.shape) == shape] or [before[name]]
-        if np.issubdtype(np.dtype(types[name]), np.floating) and len(arrays) == len(weights):
+        if np.issubdtype(np.dtype(types[name]), np.floating):
             total = sum(w * array.numpy() for w, array in zip(weights, arrays, strict=True))
             raw[name] = Array(np.asarray(total / sum(weights), dtype=types[name]))
         else:
@@ -96,14 +90,26 @@ def raw_mean(
     return raw
 
 
-def _check_raw(name: str, array: Array, dtype: str) -> None:
-    count = math.prod(array.shape)
-    itemsize = np.dtype(dtype).itemsize
-    if array.dtype != dtype or len(array.data) > 4096 + 2 * itemsize * max(1, count):
-        raise RefusedError(f"its array {name} is not {dtype} of its shape")
+def _check_raw(name: str, array: Array, known: Array) -> None:
+    """Refuse an array that is not of the server's type and shape, before numpy makes room for it."""
+    if array.dtype != known.dtype or tuple(array.shape) != tuple(known.shape) or array.stype != known.stype:
+        raise RefusedError(
+            f"its array {name} must be {known.dtype} of shape {tuple(known.shape)}, "
+            f"got {array.dtype} of shape {tuple(array.shape)[:9]}"
+        )
+    if len(array.data) > len(known.data) + 128 or _npy_head(array.data) != _npy_head(known.data):
+        raise RefusedError(f"the bytes of its array {name} are not {known.dtype} of that shape")
     values = array.numpy()
     if np.issubdtype(values.dtype, np.inexact) and not bool(np.isfinite(values).all()):
         raise RefusedError(f"its array {name} holds NaN or Inf")
+
+
+def _npy_head(data: bytes) -> tuple[object, ...]:
+    """Return shape and type that the bytes themselves claim: numpy believes those."""
+    file = BytesIO(data)
+    np.lib.format.read_magic(file)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    return shape, dtype
 
 
 def _weight(content: RecordDict, key: str) -> float:

@@ -84,6 +84,7 @@ class RTopKStrategy(Strategy):
         }  # fmt: skip
         self._outer_state: dict[str, torch.Tensor] = {}
         self._holds: dict[int, bytes] = {}  # node -> digest of the model it said it holds
+        self._asked: set[int] = set()  # nodes that said that they do not hold what they should
         self._clients: dict[int, str] = {}  # node -> the client it said it is
         self._numbers: dict[bytes, int] = {}  # digest -> version
         self._raw: dict[str, Array] = {}
@@ -209,7 +210,8 @@ class RTopKStrategy(Strategy):
     def _version_of(self, node: int) -> int | None:
         if node in self._holds:
             return self._numbers.get(self._holds[node])
-        return 0 if self.initial_known and self.versions.version == 0 else None
+        believed = self.initial_known and node not in self._asked and self.versions.version == 0
+        return 0 if believed else None
 
     # -- up -----------------------------------------------------------------------------------------------
 
@@ -219,6 +221,7 @@ class RTopKStrategy(Strategy):
 
     def _refuse(self, server_round: int) -> Callable[[str, int, str], None]:
         def refuse(client: str, node: int, reason: str) -> None:
+            client = client or self._clients.get(node, f"node-{node}")
             log.warning("round %d: refused client %r (node %d): %s", server_round, client, node, reason)
             self.ledger.rounds[server_round].refused += 1
             if len(self.refusals) < REFUSALS_KEPT:
@@ -241,13 +244,14 @@ class RTopKStrategy(Strategy):
                 self._clients[node] = client
                 if held is None:
                     self._holds.pop(node, None)
+                    self._asked.add(node)
                     raise RefusedError("it does not hold the model and asks for a snapshot")
                 offer = None
                 size = content_bytes(message.content)
                 if training:
                     if self._open != server_round:
                         raise RefusedError(f"round {server_round} is closed")
-                    offer = reading.read(message, self.model, client, self._weight_key)
+                    offer = reading.read(message, self.model, client, self._weight_key, self._raw)
                     self.intake.check(offer, self.session, server_round - 1, self.versions.digest)
                     if client in seen:
                         raise RefusedError("a reply with this client id came already")
@@ -273,7 +277,7 @@ class RTopKStrategy(Strategy):
             return None, None
         step, outer_state = self.outer.step(mean, self._outer_state)
         contents = [offers[offer].content for offer in taken]
-        raw = reading.raw_mean(self.model, contents, [o.weight for o in taken], self._raw)
+        raw = reading.raw_mean(self.model, contents, [o.weight for o in taken])
         key = self._weight_key
         metrics = aggregate_metricrecords(contents, key)
         metrics[key] = sum(offer.weight for offer in taken)
@@ -315,7 +319,7 @@ class RTopKStrategy(Strategy):
             taken.append(offer)
         if not taken:
             return None, None
-        raw = reading.raw_mean(self.model, raws, [o.weight for o in taken], self._raw)
+        raw = reading.raw_mean(self.model, raws, [o.weight for o in taken])
         result, reported = self.inner.aggregate_train(server_round, messages)
         if result is None:
             return None, reported

@@ -1,0 +1,1 @@
+"""An ordinary Flower app with the two lines that compress its traffic."""

@@ -1,0 +1,68 @@
+"""The same seeds give the same weights in the loop, in simulation and in deployment; failure is an exit code."""
+
+import json
+
+import engines
+import pytest
+
+from rtopk.experiments.config import Config
+from rtopk.experiments.records import digest
+from rtopk.experiments.train import Run
+
+SIZES = ["--nodes", "2", "--rounds", "3", "--local-steps", "3"]
+
+
+def in_process(**options):
+    """Train in the one loop and return the digest of the weights."""
+    values = {"nodes": 2, "rounds": 3, "local_steps": 3, "density": 0.01, "learning_rate": 0.02, **options}
+    run = Run(Config(task="digits", setting="federated", evaluate_every=3, **values))
+    for _ in range(3):
+        run.advance()
+    return digest(run.vector())
+
+
+def flower(engine, folder, *more):
+    done = engines.rtopk("fed", engine, *SIZES, *more, "--out", str(folder), "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_simulation_ends_with_the_weights_of_the_loop(tmp_path):
+    record = flower("sim", tmp_path / "run")
+    assert record["weights"] == in_process()
+    assert record["refused"] == []
+    assert sum(entry["snapshots"] for entry in record["ledger"].values()) == 0  # made from the seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"memory": "none", "values": "4bit", "method": "top-k"}])
+def test_deployment_ends_with_the_weights_of_the_loop(tmp_path, options):
+    more = [part for name, value in options.items() for part in (f"--{name}", value)]
+    record = flower("deploy", tmp_path / "run", *more)
+    assert record["weights"] == in_process(**options)
+    assert engines.leftovers(tmp_path) == []
+    check_ledger(record)
+
+
+def check_ledger(record):
+    """What the proxy saw is what the ledger says and the engine's own bytes: 20 KB a message, 60 at most."""
+    messages = sum(entry["messages"] for entry in record["ledger"].values())
+    for way in ("up", "down"):
+        ours = sum(entry[f"{way}_payload"] + entry[f"{way}_framing"] for entry in record["ledger"].values())
+        engine = record["wire"][way] - ours
+        assert ours > 0
+        assert 0 < engine < 60_000 * (messages + record["config"]["nodes"]), way
+        rounds = record["wire"]["by_round"]
+        assert sum(entry[way] for entry in rounds.values()) <= record["wire"][way]
+        for entry in record["ledger"].values():
+            assert 0 < entry[f"{way}_engine"] < 60_000 * entry["messages"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["sim", "deploy"])
+def test_a_failed_run_is_an_exit_code(tmp_path, engine):
+    """Clients that diverge in the first step: Flower's own command line would exit with 0."""
+    done = engines.rtopk("fed", engine, *SIZES, "--learning-rate", "1e38", "--out", str(tmp_path / "run"))
+    assert done.returncode == 1
+    assert "rtopk: FleetError: the run" in done.stderr
+    assert engines.leftovers(tmp_path) == []
