@@ -102,7 +102,7 @@ class FaultyGrid:
         """Deliver the messages of a round, more or less."""
         replies, good = [], []
         for message in messages:
-            client = self.strategy._clients.get(message.metadata.dst_node_id, "")
+            client = self.strategy.roster.clients.get(message.metadata.dst_node_id, "")
             round_ = message.content[HEADER]["round"] + 1
             self.history[client, round_] = message.content
             if client.startswith("away") and round_ in AWAY:
@@ -111,7 +111,7 @@ class FaultyGrid:
                 continue
             good.append((client, round_, message))
         for reply in self.grid.send_and_receive([m for *_, m in good], timeout=timeout):
-            client = self.strategy._clients.get(reply.metadata.src_node_id, "")
+            client = self.strategy.roster.clients.get(reply.metadata.src_node_id, "")
             if client.startswith("faulty"):
                 replies += self._after(client, good[0][1], reply)
             else:

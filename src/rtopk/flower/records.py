@@ -51,6 +51,12 @@ class Model:
         """Name the arrays that go as they are."""
         return tuple(n for n, t in zip(self.names, self.dtypes, strict=True) if t not in COMPRESSED)
 
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Name the arrays of the dense tail."""
+        places = zip(self.layout.names, self.layout.offsets, strict=False)
+        return tuple(name for name, start in places if start >= self.layout.sparse_size)
+
     def flatten(self, record: ArrayRecord) -> tuple[Tensor, dict[str, Array]]:
         """Return the compressed arrays as one float32 vector, and the raw arrays."""
         if set(record) != set(self.names):
@@ -135,3 +141,8 @@ def with_header(content: RecordDict, header: ConfigRecord, **replaced: ArrayReco
 def content_bytes(content: RecordDict) -> int:
     """Count the bytes of a content as Flower serialises its objects."""
     return sum(len(found.deflate()) for found in get_all_nested_objects(content).values())
+
+
+def data_bytes(content: RecordDict) -> int:
+    """Count the bytes of the arrays in a content: payloads, and arrays that go as they are."""
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())

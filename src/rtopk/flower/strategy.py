@@ -20,10 +20,10 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from rtopk.aggregate import Mean
 from rtopk.flower import replies as reading
 from rtopk.flower.downlink import Versions
-from rtopk.flower.intake import Intake, Offer, Refusal, RefusedError, client_order, pack_table
+from rtopk.flower.intake import Intake, Offer, Refusal, RefusedError, client_order
 from rtopk.flower.ledger import ByteLedger
-from rtopk.flower.records import PAYLOAD, Model, content_bytes, payload_array, the_arrays, with_header
-from rtopk.flower.transaction import NOTHING
+from rtopk.flower.outgoing import Roster, Sender
+from rtopk.flower.records import Model, content_bytes, data_bytes, the_arrays
 from rtopk.layout import DenseRule, one_dimensional
 from rtopk.outer import SGD, Outer
 
@@ -68,7 +68,6 @@ class RTopKStrategy(Strategy):
         self.dense = dense
         self.each = each
         self.outer: Outer = SGD() if outer is None else outer
-        self.initial_known = initial_known
         self.session = time.time_ns() if session is None else session
         self.on_round = on_round
         self.ledger = ByteLedger()
@@ -83,10 +82,7 @@ class RTopKStrategy(Strategy):
             "history": history,
         }  # fmt: skip
         self._outer_state: dict[str, torch.Tensor] = {}
-        self._holds: dict[int, bytes] = {}  # node -> digest of the model it said it holds
-        self._asked: set[int] = set()  # nodes that said that they do not hold what they should
-        self._clients: dict[int, str] = {}  # node -> the client it said it is
-        self._numbers: dict[bytes, int] = {}  # digest -> version
+        self.roster = Roster(initial_known)
         self._raw: dict[str, Array] = {}
         self._open: int | None = None  # the round whose replies may still be accepted
         self._returned: ArrayRecord | None = None
@@ -156,62 +152,22 @@ class RTopKStrategy(Strategy):
             vector, self._raw = self.model.flatten(arrays)
             self.versions.advance(vector)
         self._returned = arrays
-        self._numbers[self.versions.digest] = self.versions.version
+        self.roster.named(self.versions.digest, self.versions.version)
         return self.model.record(self.versions.target, self._raw)
 
     def _dress(self, server_round: int, messages: Iterable[Message]) -> list[Message]:
-        messages = list(messages)
         self.clock += 1
-        table = pack_table(self.intake.accepted)
-        wrapped: dict[int, Array] = {}  # payloads that go to many clients are wrapped once
-        for message in messages:
-            node = message.metadata.dst_node_id
-            update = self.versions.since(self._version_of(node))
-            header = ConfigRecord(
-                {
-                    "session": self.session,
-                    "clock": self.clock,
-                    "round": server_round - 1,
-                    "nodes": len(messages),
-                    "kind": update.kind,
-                    "base": update.base,
-                    "version": update.version,
-                    "digest": update.digest,
-                    "lossless": self.versions.lossless,
-                    "fingerprint": self.model.layout.fingerprint.to_bytes(8, "little"),
-                }
+        stamp = {"session": self.session, "clock": self.clock, "round": server_round - 1}
+        sender = Sender(self.model, self.versions, self.roster, self.intake.accepted, self._raw)
+        dressed = list(messages)
+        entry = self.ledger.rounds[server_round]
+        for message in dressed:
+            kind = sender.dress(message, {**stamp, "nodes": len(dressed)})
+            self.ledger.count(
+                server_round, "down", data_bytes(message.content), content_bytes(message.content)
             )
-            if node in self._clients:
-                header["accepted"] = self.intake.accepted.get(self._clients[node], NOTHING)
-            else:
-                header["table"] = table
-            if update.kind == "snapshot":
-                header["model"] = self.model.to_json()
-            elif node not in self._holds:
-                layout = self.model.layout
-                tail = [
-                    n for n, at in zip(layout.names, layout.offsets, strict=False) if at >= layout.sparse_size
-                ]
-                header["dense"] = "\n".join(tail)
-            name, _ = the_arrays(message.content)
-            payloads = {}
-            for number, payload in enumerate(update.payloads):
-                key = id(payload)
-                wrapped[key] = wrapped.get(key) or payload_array(payload)
-                payloads[f"{PAYLOAD}{number}"] = wrapped[key]
-            message.content = with_header(
-                message.content, header, **{name: ArrayRecord({**payloads, **self._raw})}
-            )
-            data = _data_bytes(message.content)
-            self.ledger.count(server_round, "down", data, content_bytes(message.content))
-            self.ledger.rounds[server_round].snapshots += update.kind == "snapshot"
-        return messages
-
-    def _version_of(self, node: int) -> int | None:
-        if node in self._holds:
-            return self._numbers.get(self._holds[node])
-        believed = self.initial_known and node not in self._asked and self.versions.version == 0
-        return 0 if believed else None
+            entry.snapshots += kind == "snapshot"
+        return dressed
 
     # -- up -----------------------------------------------------------------------------------------------
 
@@ -221,7 +177,7 @@ class RTopKStrategy(Strategy):
 
     def _refuse(self, server_round: int) -> Callable[[str, int, str], None]:
         def refuse(client: str, node: int, reason: str) -> None:
-            client = client or self._clients.get(node, f"node-{node}")
+            client = client or self.roster.client(node)
             log.warning("round %d: refused client %r (node %d): %s", server_round, client, node, reason)
             self.ledger.rounds[server_round].refused += 1
             if len(self.refusals) < REFUSALS_KEPT:
@@ -238,13 +194,12 @@ class RTopKStrategy(Strategy):
         seen: set[str] = set()
         for message in replies:
             node = message.metadata.src_node_id
-            client = self._clients.get(node, f"node-{node}")
+            client = self.roster.client(node)
             try:
                 client, held = reading.identify(message, self.session)
-                self._clients[node] = client
+                self.roster.met(node, client)
                 if held is None:
-                    self._holds.pop(node, None)
-                    self._asked.add(node)
+                    self.roster.asked(node)
                     raise RefusedError("it does not hold the model and asks for a snapshot")
                 offer = None
                 size = content_bytes(message.content)
@@ -257,8 +212,8 @@ class RTopKStrategy(Strategy):
                         raise RefusedError("a reply with this client id came already")
                     seen.add(client)
                 if held == self.versions.digest:
-                    self._holds[node] = held
-                self.ledger.count(server_round, "up", _data_bytes(message.content), size)
+                    self.roster.holds(node, held)
+                self.ledger.count(server_round, "up", data_bytes(message.content), size)
             except Exception as error:  # whatever a client sends, the round goes on
                 reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 refuse(client, node, reason)
@@ -332,7 +287,7 @@ class RTopKStrategy(Strategy):
         return self._publish(), reported
 
     def _publish(self) -> ArrayRecord:
-        self._numbers[self.versions.digest] = self.versions.version
+        self.roster.named(self.versions.digest, self.versions.version)
         self._returned = self.model.record(self.versions.model, self._raw)
         return self._returned
 
@@ -358,10 +313,6 @@ class RTopKStrategy(Strategy):
         self.versions.load_state_dict(state["versions"])
         self.intake.load_state_dict(state["intake"])
         self._restored = None
-
-
-def _data_bytes(content: RecordDict) -> int:
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
 
 
 def _named(content: RecordDict, metrics: MetricRecord) -> dict[str, MetricRecord]:
