@@ -8,6 +8,7 @@ asks all clients for their state and writes down what it accepted, so that a tes
 import os
 import sys
 import time
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -126,11 +127,13 @@ class FaultyGrid:
         if round_ == DUPLICATE:  # delivered again, and its reply counted again
             return [reply, self._send(node, self.history[client, round_])]
         if round_ == STALE:  # a message and a reply from long ago
-            return [reply, self._send(node, self.history[client, 2]), self.history["reply", client]]
+            old = copy(reply)
+            old.content = self.history["reply", client]
+            return [reply, self._send(node, self.history[client, 2]), old]
         if round_ == LATE + 1:  # the message of the round before comes after this one
             return [reply, self._send(node, self.history[client, LATE])]
         if round_ == 2:
-            self.history["reply", client] = reply
+            self.history["reply", client] = reply.content
         return [reply]
 
     def _send(self, node, content):
