@@ -4,18 +4,25 @@ import json
 
 import engines
 import pytest
+from flwr.app import Context, RecordDict
+from harness import LocalGrid
 
 from rtopk.experiments.config import Config
+from rtopk.experiments.federated import Federation, client_app, server_app
 from rtopk.experiments.records import digest
 from rtopk.experiments.train import Run
 
 SIZES = ["--nodes", "2", "--rounds", "3", "--local-steps", "3"]
 
 
+def make_config(**options):
+    values = {"nodes": 2, "rounds": 3, "local_steps": 3, "density": 0.01, "learning_rate": 0.02, **options}
+    return Config(task="digits", setting="federated", evaluate_every=3, **values)
+
+
 def in_process(**options):
     """Train in the one loop and return the digest of the weights."""
-    values = {"nodes": 2, "rounds": 3, "local_steps": 3, "density": 0.01, "learning_rate": 0.02, **options}
-    run = Run(Config(task="digits", setting="federated", evaluate_every=3, **values))
+    run = Run(make_config(**options))
     for _ in range(3):
         run.advance()
     return digest(run.vector())
@@ -27,11 +34,25 @@ def flower(engine, folder, *more):
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"weighted": True, "mean": "received", "split": "dirichlet", "density": 0.1}]
+)
+def test_the_apps_end_with_the_weights_of_the_loop(tmp_path, options):
+    """The same apps, mods and strategy without an engine."""
+    config = make_config(**options)
+    federation = Federation(config=config, result=str(tmp_path / "result.json"), store=str(tmp_path / "c"))
+    grid = LocalGrid([client_app(federation)] * 2)
+    server_app(federation)(grid, Context(1, 0, {}, RecordDict(), {}))
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert record["weights"] == in_process(**options)
+    assert sum(entry["snapshots"] for entry in record["ledger"].values()) == 0  # made from the seed
+
+
+@pytest.mark.slow
 def test_simulation_ends_with_the_weights_of_the_loop(tmp_path):
     record = flower("sim", tmp_path / "run")
     assert record["weights"] == in_process()
     assert record["refused"] == []
-    assert sum(entry["snapshots"] for entry in record["ledger"].values()) == 0  # made from the seed
 
 
 @pytest.mark.slow
