@@ -36,8 +36,8 @@ def rtopk(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def fleet_of(folder: Path, **options) -> Fleet:
     fleet = Fleet(folder / "fleet", **options)
-    fleet.environment |= environment(folder)
-    fleet.environment["FLWR_HOME"] = str(fleet.folder / "home")
+    own = ("OMP_NUM_THREADS", "RTOPK_TEST_FOLDER", "PYTHONPATH")
+    fleet.environment |= {name: environment(folder)[name] for name in own}
     return fleet
 
 

@@ -212,7 +212,6 @@ def test_a_first_model_that_clients_make_is_not_sent(tmp_path):
     strategy.start(grid, initial(True), num_rounds=3)
     assert sum(entry.snapshots for entry in strategy.ledger.rounds.values()) == 0
     assert not strategy.refusals
-    assert strategy.ledger.rounds[1].down_payload < 200  # the arrays that are not compressed
 
 
 @pytest.mark.parametrize(
