@@ -15,6 +15,7 @@ from typing import Any
 
 from rtopk.experiments.federated import Federation, client_app, server_app
 from rtopk.experiments.fleet import OFFLINE, Fleet, FleetError, write_app
+from rtopk.experiments.records import write_atomically
 from rtopk.flower.proxy import CountingProxy
 
 Progress = Callable[[int], None]
@@ -28,14 +29,7 @@ def simulate(
     from flwr.simulation import run_simulation
 
     federation = _placed(federation, folder)
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.2):
-            on_progress(_rounds_done(federation) or 0)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    watcher = _Watcher(federation, on_progress)
     try:
         run_simulation(
             server_app(federation),
@@ -49,33 +43,62 @@ def simulate(
     except Exception as error:  # whatever the app raised
         raise FleetError(f"the run failed: {type(error).__name__}: {error}") from error
     finally:
-        over.set()
-        watcher.join()
+        watcher.stop()
     return _result(federation, folder, {"engine": "simulation", "status": "finished:completed"})
 
 
 def deploy(federation: Federation, folder: Path, on_progress: Progress = lambda done: None) -> dict[str, Any]:
     """Run a SuperLink and one SuperNode a client, each a process; count the bytes between them."""
     federation = _placed(federation, folder)
-    marks: dict[int, tuple[int, int]] = {}  # bytes up and down when a round was seen to be done
+    federation = dataclasses.replace(federation, watched=True)
+    marks: dict[int, tuple[int, int]] = {}  # bytes up and down when a round was done
     with Fleet(folder) as fleet, CountingProxy(fleet.port) as proxy:
         for number in range(federation.config.nodes):
             fleet.add_node({"partition-id": number}, through=proxy.port)
         settings = {"federation": federation.to_json().encode().hex()}
         run = fleet.submit(write_app(folder / "app", "rtopk.experiments.federated", settings))
 
-        def poll() -> None:
-            done = _rounds_done(federation)
-            if done is not None:
-                marks.setdefault(done, (proxy.up, proxy.down))
-                on_progress(done)
+        def mark(done: int) -> None:
+            marks.setdefault(done, (proxy.up, proxy.down))
+            on_progress(done)
 
-        status = fleet.wait(run, done=Path(federation.result).exists, on_poll=poll)
+        watcher = _Watcher(federation, mark)
+        try:
+            status = fleet.wait(run, done=Path(federation.result).exists)
+        finally:
+            watcher.stop()
         if status != "finished:completed":
             raise FleetError(f"the run ended as {status}: {fleet.tail('superlink')}")
         wire = {"up": proxy.up, "down": proxy.down, "by_round": _by_round(marks)}
         facts = {"engine": "deployment", "status": status, "wire": wire}
     return _result(federation, folder, facts)
+
+
+class _Watcher(threading.Thread):
+    """See the server finish rounds, report each once, and let it go on."""
+
+    def __init__(self, federation: Federation, on_round: Progress) -> None:
+        super().__init__(daemon=True, name="watcher")
+        self.progress, self.seen = (Path(federation.result + end) for end in (".progress", ".seen"))
+        self.on_round = on_round
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Look until stopped."""
+        last = -1
+        while not self._over.wait(0.02):
+            with suppress(OSError, ValueError):
+                done = int(self.progress.read_text())
+                if done > last:
+                    last = done
+                    self.on_round(done)
+                    write_atomically(self.seen, str(done).encode())
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self.join()
 
 
 def _by_round(marks: dict[int, tuple[int, int]]) -> dict[str, dict[str, int]]:
@@ -85,12 +108,6 @@ def _by_round(marks: dict[int, tuple[int, int]]) -> dict[str, dict[str, int]]:
         rounds[str(number)] = {"up": up - before[0], "down": down - before[1]}
         before = (up, down)
     return rounds
-
-
-def _rounds_done(federation: Federation) -> int | None:
-    with suppress(OSError, ValueError):
-        return int(Path(federation.result + ".progress").read_text())
-    return None
 
 
 def _placed(federation: Federation, folder: Path) -> Federation:

@@ -44,6 +44,7 @@ class Federation:
     store: str = ""  # folder of the clients' states; empty: Flower's context
     result: str = ""  # file
     timeout: float = 600.0  # seconds a round
+    watched: bool = False  # after each round wait until whoever counts bytes has looked
 
     def __post_init__(self) -> None:
         if self.config.setting != "federated":
@@ -180,6 +181,7 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if progress is not None:
             write_atomically(progress, str(server_round).encode())
+            wait_until_seen(federation, server_round)
         due = server_round % config.evaluate_every == 0 or server_round == config.rounds
         if not due or not server_round:
             return None
@@ -219,6 +221,15 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
     if federation.result:
         write_atomically(Path(federation.result), json.dumps(record, indent=1).encode())
     return record
+
+
+def wait_until_seen(federation: Federation, server_round: int, seconds: float = 30.0) -> None:
+    """Let the watcher read its counters before the next round's messages flow; go on if there is none."""
+    seen, deadline = Path(federation.result + ".seen"), time.monotonic() + seconds
+    while federation.watched and time.monotonic() < deadline:
+        if seen.exists() and int(seen.read_text()) >= server_round:
+            return
+        time.sleep(0.01)
 
 
 def make_strategy(federation: Federation, run: Run) -> Strategy:

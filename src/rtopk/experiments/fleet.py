@@ -131,21 +131,19 @@ class Fleet:
         run: str,
         *,
         done: Callable[[], bool] = lambda: False,
-        on_poll: Callable[[], None] = lambda: None,
         seconds: float = 3600.0,
     ) -> str:
         """Wait until a run has finished, return its status; `done` says that asking is worth while."""
         deadline = time.monotonic() + seconds
         asked = time.monotonic()
         while time.monotonic() < deadline:
-            on_poll()
             self._check_link()
             if done() or time.monotonic() - asked > 15.0:
                 status = self.status(run)
                 asked = time.monotonic()
                 if status.startswith("finished"):
                     return status
-            time.sleep(0.05)
+            time.sleep(0.2)
         raise FleetError(f"run {run} did not finish in {seconds:.0f} s; its logs are in {self.folder}")
 
     def stop_node(self, node: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
