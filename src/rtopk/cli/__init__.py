@@ -17,6 +17,7 @@ from rtopk.cli.advise import advise
 from rtopk.cli.demo import demo
 from rtopk.cli.lab import app as lab
 from rtopk.cli.report import report, watch
+from rtopk.cli.rivals import rivals
 from rtopk.cli.train import train
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.add_typer(fed.app, name="fed")
 app.command()(advise)
 app.command()(demo)
 app.command()(train)
+app.command()(rivals)
 app.add_typer(lab, name="lab")
 app.command()(report)
 app.command()(watch)

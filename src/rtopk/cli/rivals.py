@@ -1,0 +1,123 @@
+"""`rtopk rivals`: every method at equal bytes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rtopk.experiments.equal_bytes import Standing
+
+
+def rivals(
+    task: str = typer.Option("digits", help="Whose panels to run."),
+    seeds: int = typer.Option(3, min=1, help="Runs of each result, with different seeds."),
+    jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
+    results: Path = typer.Option(Path("results"), help="Folder of the records."),
+    work: Path = typer.Option(Path("runs/rivals"), help="Folder of runs under way."),
+    picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
+    recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
+    smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
+) -> None:
+    """Compare rTop-k with its rivals at equal bytes and print a table a panel.
+
+    Each method's density, threshold or rank is fitted to the same bytes per
+    round, its learning rate is tuned on validation data on one grid, and it
+    runs on test data with every seed. The digits take two hours on one core.
+    The same command goes on where it was stopped.
+    """
+    from rtopk.cli.show import console, make_progress, print_json
+    from rtopk.experiments import rivals as data
+    from rtopk.experiments.equal_bytes import Ledger, entrants, follow, note, play
+    from rtopk.experiments.plot_rivals import score_against_budget
+
+    if task not in data.PANELS:
+        raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
+    panels = [data.smoke(panel) if smoke else panel for panel in data.PANELS[task]]
+    file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
+
+    standings: list[Standing] = []
+    depth = max(len(panel.budgets) for panel in panels)
+    with make_progress() as progress:
+        bar = progress.add_task("runs", total=None)
+
+        def on_run(record: dict[str, Any]) -> None:
+            progress.update(bar, advance=1, description=f"runs, last {record['config']['method']}")
+
+        ledger = Ledger(file, work, jobs, recorded, on_run)
+        for number in range(depth):  # the first budget of every panel before the second of any
+            for panel in panels:
+                wanted = {None, panel.budgets[number][0]} if number < len(panel.budgets) else set()
+                group = [(b, e) for b, e in entrants(panel) if b in wanted and (b is not None or number == 0)]
+                standings += play(
+                    [follow(panel, budget, entrant, seeds) for budget, entrant in group], ledger
+                )
+    if not standings:
+        raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
+    if not recorded:
+        for standing in standings:
+            note(file, standing)
+    picture = picture or results / f"rivals-{task}{'-smoke' if smoke else ''}.png"
+    score_against_budget(standings, picture)
+    if as_json:
+        print_json({"rows": [_row(s) for s in standings], "results": str(file), "picture": str(picture)})
+        return
+    for panel in panels:
+        here = [standing for standing in standings if standing.panel == panel]
+        if here:
+            console.print(_table(here))
+            console.print()
+    console.print(f"Records: {file}\nPicture: {picture}")
+
+
+def _row(standing: "Standing") -> dict[str, object]:
+    return {
+        "panel": standing.panel.name,
+        "budget": standing.budget.label if standing.budget else "dense",
+        "method": standing.entrant.label,
+        "scores": standing.scores,
+        "bytes_per_round": standing.bytes,
+        "target_bytes": standing.target if standing.budget else None,
+        "learning_rate": standing.rate,
+    }
+
+
+def _table(standings: Sequence["Standing"]) -> "Table":
+    """Lay out a panel: a row per entrant, a column per budget; Markdown, so that docs can hold it."""
+    from statistics import mean
+
+    from rich import box
+    from rich.table import Table
+
+    panel = standings[0].panel
+    budgets = [budget for budget, _ in panel.budgets if any(s.budget == budget for s in standings)]
+    budgets.sort(key=lambda budget: next(s.target for s in standings if s.budget == budget))
+    table = Table(title=panel.name, title_justify="left", box=box.MARKDOWN)
+    table.add_column("method")
+    for budget in budgets:
+        target = next(s.target for s in standings if s.budget == budget)
+        table.add_column(f"{target:,.0f} bytes ({budget.label})", justify="right")
+    for entrant in dict.fromkeys(standing.entrant for standing in standings):
+        cells = []
+        for budget in budgets:
+            at = budget if entrant.method != "dense" else None
+            found = [s for s in standings if s.entrant == entrant and s.budget == at]
+            if not found or (entrant.method == "dense" and budget != budgets[0]):
+                cells.append("")
+                continue
+            score = f"{mean(found[0].scores):.1f} ± {found[0].interval:.1f}"
+            off = 100 * (found[0].bytes / found[0].target - 1) if at else 0.0
+            more = (
+                f" ({found[0].bytes:,.0f} bytes)"
+                if at is None
+                else f" ({off:+.0f} %)"
+                if abs(off) >= 3
+                else ""
+            )
+            cells.append(score + more)
+        table.add_row(entrant.label, *cells)
+    return table

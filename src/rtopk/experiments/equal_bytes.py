@@ -1,0 +1,259 @@
+"""Fit an entrant to a number of bytes, tune its learning rate, then run it with every seed.
+
+1. Bytes: the density is fitted in short runs on validation data, to the yardstick's bytes per round. What a
+   threshold sends depends on the whole run and on the learning rate, so it is fitted by whole runs at each rate.
+2. Rate: from the middle of the grid to the best neighbour, until no neighbour is better; on validation data.
+3. Result: with the bytes and the rate found, on test data, one run a seed.
+
+Each entrant is a generator that yields configurations and is sent their records, so that many entrants go
+side by side and everything that was run is in one file of records.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from rtopk.experiments.config import Config
+from rtopk.experiments.execute import execute
+from rtopk.experiments.records import Record, append, read
+from rtopk.experiments.rivals import Budget, Entrant, Panel
+from rtopk.experiments.runner import run_all
+
+TUNING_SEED = 1000  # no seed of a result
+HEADER = 40  # bytes of a payload that hold no entry
+CLOSE = 0.03  # how far from the yardstick's bytes a fitted density may be, as a part of them
+FITS = 4  # runs that a fit may take
+STEEP = 1.5  # first guess: twice the threshold sends 2^-1.5 of the entries
+
+Runner = Callable[[Sequence[Config]], Sequence[Record | None]]
+OnRun = Callable[[Record], None]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an entrant reached with a budget."""
+
+    panel: Panel
+    budget: Budget | None  # None: dense
+    entrant: Entrant
+    target: float  # bytes per node and round
+    tried: tuple[Record, ...]  # the best run of each rate that was tried
+    records: tuple[Record, ...]  # one a seed
+
+    @property
+    def scores(self) -> list[float]:
+        """The seeds' scores at the end."""
+        return [record["final"][record["metric"]] for record in self.records]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes measured per node and round, mean over the seeds."""
+        return mean(float(record["sent_bytes_per_round"]) for record in self.records)
+
+    @property
+    def interval(self) -> float:
+        """Half the 95 % interval of the mean score, by Student's t; nan for one seed."""
+        seeds = len(self.records)
+        if seeds < 2:
+            return math.nan
+        from scipy.stats import t
+
+        return float(t.ppf(0.975, seeds - 1)) * stdev(self.scores) / math.sqrt(seeds)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that was chosen."""
+        return float(self.records[0]["config"]["learning_rate"])
+
+
+def entrants(panel: Panel) -> list[tuple[Budget | None, Entrant]]:
+    """Return all that meet on a panel, dense first."""
+    return [(None, Entrant("dense")), *((b, e) for b, group in panel.budgets for e in group)]
+
+
+def follow(
+    panel: Panel, budget: Budget | None, entrant: Entrant, seeds: int
+) -> Generator[Config, Record, Standing]:
+    """Yield every run of an entrant, one after the other; return where it stands."""
+    base = dataclasses.replace(
+        panel.config, method=entrant.method, mean=entrant.mean, values=entrant.values,
+        threshold=panel.threshold if entrant.method == "threshold" else 0.0,
+        matrix_rank=budget.matrix_rank if budget and entrant.method == "powersgd" else 0,
+        part="validation", seed=TUNING_SEED, evaluate_every=panel.config.rounds,
+    )  # fmt: skip
+    target = math.nan
+    if budget is not None:
+        target = yield from _measure(panel, budget)
+        if entrant.method not in ("powersgd", "threshold"):
+            base = yield from _fit_density(panel, base, target)
+    tried: dict[int, Record] = {}
+    start = len(panel.rates) // 2
+    waiting = [start, start - 1, start + 1]
+    while waiting:
+        at = waiting.pop(0)
+        if at in tried or not 0 <= at < len(panel.rates):
+            continue
+        trial = dataclasses.replace(base, learning_rate=panel.rates[at])
+        if entrant.method == "threshold":
+            tried[at] = yield from _fit_threshold(trial, target)
+            base = dataclasses.replace(base, threshold=tried[at]["config"]["threshold"])
+        else:
+            tried[at] = yield trial
+        if not waiting:
+            best = max(tried, key=lambda at: better(tried[at]))
+            waiting = [at for at in (best - 1, best + 1) if at not in tried and 0 <= at < len(panel.rates)]
+    chosen = max(tried.values(), key=better)
+    final = Config(**{**chosen["config"], "part": "test", "evaluate_every": panel.config.evaluate_every})
+    records: list[Record] = []
+    while len(records) < seeds:
+        records.append((yield dataclasses.replace(final, seed=len(records))))
+    return Standing(panel, budget, entrant, target, tuple(tried[at] for at in sorted(tried)), tuple(records))
+
+
+def better(record: Record) -> tuple[float, float]:
+    """Order records from worse to better: by the metric, then by the loss."""
+    final = record["final"]
+    score = final[record["metric"]] * (1.0 if record["higher_is_better"] else -1.0)
+    return tuple(-math.inf if math.isnan(x) else x for x in (score, -final["loss"]))  # type: ignore[return-value]
+
+
+def _measure(panel: Panel, budget: Budget) -> Generator[Config, Record, float]:
+    """Measure what the yardstick sends."""
+    method = "powersgd" if budget.matrix_rank else "top-k"
+    yardstick = dataclasses.replace(
+        panel.config, method=method, matrix_rank=budget.matrix_rank, density=budget.density or 0.01
+    )
+    record = yield _pilot(panel, yardstick)
+    return float(record["sent_bytes_per_round"])
+
+
+def _pilot(panel: Panel, config: Config) -> Config:
+    return dataclasses.replace(
+        config,
+        rounds=panel.pilot_rounds,
+        evaluate_every=panel.pilot_rounds,
+        warm_up=0,
+        learning_rate=panel.rates[len(panel.rates) // 2],
+        part="validation",
+        seed=TUNING_SEED,
+    )
+
+
+def _fit_density(panel: Panel, config: Config, target: float) -> Generator[Config, Record, Config]:
+    """Return the configuration with the density that sends the target's bytes."""
+    best, off = config, math.inf
+    for _ in range(FITS):
+        record = yield _pilot(panel, config)
+        sent = record["sent_bytes_per_round"]
+        if abs(sent / target - 1.0) < off:
+            best, off = config, abs(sent / target - 1.0)
+        if off <= CLOSE / 10:
+            break
+        density = config.density * (target - HEADER) / (sent - HEADER)
+        config = dataclasses.replace(config, density=min(1.0, float(f"{density:.4g}")))
+    return best
+
+
+def _fit_threshold(config: Config, target: float) -> Generator[Config, Record, Record]:
+    """Return the run whose threshold sent nearest to the target's bytes."""
+    runs: list[Record] = []
+    for _ in range(FITS + 2):
+        runs.append((yield config))
+        sent = [max(run["sent_bytes_per_round"] - HEADER, 1.0) for run in runs]
+        if abs(runs[-1]["sent_bytes_per_round"] / target - 1.0) <= CLOSE:
+            return runs[-1]
+        steep = STEEP
+        if len(runs) > 1:  # as the last two runs say, within reason
+            limits = [run["config"]["threshold"] for run in runs[-2:]]
+            slope = -math.log(sent[-1] / sent[-2]) / math.log(limits[1] / limits[0])
+            steep = min(4.0, max(0.7, slope))
+        factor = (sent[-1] / (target - HEADER)) ** (1.0 / steep)
+        limit = config.threshold * min(20.0, max(0.05, factor))
+        config = dataclasses.replace(config, threshold=float(f"{limit:.4g}"))
+    return min(runs, key=lambda run: abs(math.log(run["sent_bytes_per_round"] / target)))
+
+
+class Ledger:
+    """Run configurations, or find them among the records; `recorded` runs nothing and answers None instead.
+
+    One at a time they run in this process: a pool takes longer to start than a short run takes.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        work: Path,
+        jobs: int = 1,
+        recorded: bool = False,
+        on_run: OnRun = lambda record: None,
+    ) -> None:
+        self.file = file
+        self.work = work
+        self.jobs = jobs
+        self.recorded = recorded
+        self.on_run = on_run
+        self._done = {record["key"]: record for record in read(file)}
+
+    def __call__(self, configs: Sequence[Config]) -> list[Record | None]:
+        """Return the records of the configurations, in order."""
+        missing = {config.key: config for config in configs if config.key not in self._done}
+        if not self.recorded and self.jobs == 1:
+            for key, config in missing.items():
+                self._done[key] = execute(config, self.work / key, resume=True)
+                append(self.file, self._done[key])
+                self.on_run(self._done[key])
+        elif not self.recorded and missing:
+            records = run_all(
+                list(missing.values()), self.file, self.work, self.jobs, lambda key, rounds: None
+            )
+            for record in records:
+                self._done[record["key"]] = record
+                self.on_run(record)
+        return [self._done.get(config.key) for config in configs]
+
+
+def play(steps: Iterable[Generator[Config, Record, Standing]], run: Runner) -> list[Standing]:
+    """Let entrants go side by side, a run each at a time; those whose next run is refused (None) drop out."""
+    standings: list[Standing] = []
+    wishes = [(entrant, next(entrant)) for entrant in steps]
+    while wishes:
+        records = run([config for _, config in wishes])
+        following = []
+        for (entrant, _), record in zip(wishes, records, strict=True):
+            if record is None:
+                continue
+            try:
+                following.append((entrant, entrant.send(record)))
+            except StopIteration as end:
+                standings.append(end.value)
+        wishes = following
+    return standings
+
+
+def note(file: Path, standing: Standing) -> None:
+    """Write an entrant's grid, scores and choice into the records, once."""
+    runs, metric = standing.tried, standing.records[0]["metric"]
+    row = standing.entrant.label
+    budget = standing.budget.label if standing.budget else "dense"
+    name = f"choice {standing.panel.name} {budget} {row} {[run['key'] for run in runs]}"
+    key = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    if any(record["key"] == key for record in read(file)):
+        return
+    append(
+        file,
+        {
+            "kind": "choice",
+            "key": key,
+            "panel": standing.panel.name,
+            "budget": budget,
+            "row": row,
+            "metric": metric,
+            "grid": [run["config"]["learning_rate"] for run in runs],
+            "scores": [run["final"][metric] for run in runs],
+            "chosen": standing.rate,
+        },
+    )

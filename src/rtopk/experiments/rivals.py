@@ -1,0 +1,118 @@
+"""Every method at equal bytes: which entrants meet on which tasks, and with how many bytes a round.
+
+A panel is a task in one setting: all entrants share its data, model, rounds and memory. A budget is a number of
+bytes per node and round, given by a yardstick: what top-k sends at a density, or PowerSGD with a rank.
+`equal_bytes.py` fits every entrant to the budget and tunes its learning rate.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from rtopk.aggregate import Mean
+from rtopk.experiments.config import Config, MemoryName, Setting, Split
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A method, with the choices that are its own."""
+
+    method: str
+    mean: Mean = "nodes"
+    values: str = "fp32"
+
+    @property
+    def label(self) -> str:
+        """Name the entrant in tables and pictures."""
+        bits = "" if self.values == "fp32" else f", {self.values}"
+        return f"{self.method}{bits}" + (", received" if self.mean == "received" else "")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes per node and round: those of top-k at this density, or of PowerSGD with this rank."""
+
+    density: float = 0.0
+    matrix_rank: int = 0
+
+    @property
+    def label(self) -> str:
+        """Name the budget."""
+        return f"PowerSGD rank {self.matrix_rank}" if self.matrix_rank else f"top-k {100 * self.density:g} %"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A task in one setting, and the grid of learning rates that all entrants are tuned on."""
+
+    name: str
+    config: Config
+    rates: tuple[float, ...]
+    pilot_rounds: int  # of the short runs that measure bytes
+    threshold: float  # a first guess
+    budgets: tuple[tuple[Budget, tuple[Entrant, ...]], ...]
+
+
+_METHODS = ("top-k", "rtop-k", "dealt-k", "rage-k", "threshold")
+_FOUR_BITS = ("rtop-k", "dealt-k")
+
+
+def _entrants(means: tuple[Mean, ...], matrices: bool, four_bits: bool = True) -> tuple[Entrant, ...]:
+    sparse = [Entrant(method, mean) for mean in means for method in _METHODS]
+    coarse = [Entrant(method, mean, "4bit") for mean in means for method in _FOUR_BITS if four_bits]
+    return (*sparse, *coarse, *([Entrant("powersgd")] if matrices else []))
+
+
+def _few(*means: Mean) -> tuple[Entrant, ...]:
+    return (
+        *[Entrant(m, mean) for mean in means for m in ("top-k", "rtop-k", "dealt-k")],
+        Entrant("powersgd"),
+    )
+
+
+def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback") -> Panel:
+    far = setting == "federated"
+    config = Config(
+        task="digits",
+        setting=setting,
+        split=split,
+        memory=memory,
+        rounds=60 if far else 600,
+        evaluate_every=5 if far else 50,
+    )
+    both: tuple[Mean, ...] = ("nodes", "received")
+    some: tuple[Mean, ...] = both if far else ("nodes",)
+    budgets = [
+        (Budget(density=0.01), _entrants(both, False)),
+        (Budget(matrix_rank=1), _entrants(some, True)),
+        *([(Budget(density=0.001), _entrants(both, False))] if far else []),
+        (Budget(matrix_rank=4), _few(*some)),
+        (Budget(matrix_rank=2), _few(*some)),
+    ]
+    apart = "split by class" if split == "class" else "i.i.d."
+    kept = "" if not far else ", error feedback" if memory == "error-feedback" else ", no memory"
+    return Panel(
+        name=f"digits, {setting}, {apart}{kept}",
+        config=config,
+        rates=(0.02, 0.05, 0.12, 0.3, 0.8) if far else (0.004, 0.01, 0.025, 0.06, 0.15, 0.4),
+        pilot_rounds=10,
+        threshold=0.05,
+        budgets=tuple(budgets),
+    )
+
+
+PANELS: dict[str, tuple[Panel, ...]] = {
+    "digits": (
+        _digits("federated", "class", "none"),
+        _digits("federated", "class"),
+        _digits("distributed", "class"),
+        _digits("distributed", "iid"),
+        _digits("federated", "iid", "none"),
+        _digits("federated", "iid"),
+    ),
+}
+
+
+def smoke(panel: Panel) -> Panel:
+    """Return a panel of a few rounds, to see that everything runs."""
+    config = dataclasses.replace(panel.config, rounds=4, evaluate_every=2)
+    return dataclasses.replace(panel, config=config, rates=panel.rates[1:3], pilot_rounds=2)
