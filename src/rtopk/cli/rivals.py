@@ -32,16 +32,15 @@ def rivals(
     """
     from rtopk.cli.show import console, make_progress, print_json
     from rtopk.experiments import rivals as data
-    from rtopk.experiments.equal_bytes import Ledger, entrants, follow, note, play
+    from rtopk.experiments.equal_bytes import Ledger, follow, heats, note, play
     from rtopk.experiments.plot_rivals import score_against_budget
 
     if task not in data.PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
-    panels = [data.smoke(panel) if smoke else panel for panel in data.PANELS[task]]
+    panels = [data.smoke(panel) for panel in data.PANELS[task][1:3]] if smoke else list(data.PANELS[task])
     file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
 
     standings: list[Standing] = []
-    depth = max(len(panel.budgets) for panel in panels)
     with make_progress() as progress:
         bar = progress.add_task("runs", total=None)
 
@@ -49,13 +48,8 @@ def rivals(
             progress.update(bar, advance=1, description=f"runs, last {record['config']['method']}")
 
         ledger = Ledger(file, work, jobs, recorded, on_run)
-        for number in range(depth):  # the first budget of every panel before the second of any
-            for panel in panels:
-                wanted = {None, panel.budgets[number][0]} if number < len(panel.budgets) else set()
-                group = [(b, e) for b, e in entrants(panel) if b in wanted and (b is not None or number == 0)]
-                standings += play(
-                    [follow(panel, budget, entrant, seeds) for budget, entrant in group], ledger
-                )
+        for heat in heats(panels):
+            standings += play([follow(*entrant, seeds) for entrant in heat], ledger)
     if not standings:
         raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
     if not recorded:
@@ -94,7 +88,9 @@ def _table(standings: Sequence["Standing"]) -> "Table":
     from rich.table import Table
 
     panel = standings[0].panel
-    budgets = [budget for budget, _ in panel.budgets if any(s.budget == budget for s in standings)]
+    budgets = list(
+        {budget: None for budget, _ in panel.budgets if any(s.budget == budget for s in standings)}
+    )
     budgets.sort(key=lambda budget: next(s.target for s in standings if s.budget == budget))
     table = Table(title=panel.name, title_justify="left", box=box.MARKDOWN)
     table.add_column("method")

@@ -70,9 +70,16 @@ class Standing:
         return float(self.records[0]["config"]["learning_rate"])
 
 
-def entrants(panel: Panel) -> list[tuple[Budget | None, Entrant]]:
-    """Return all that meet on a panel, dense first."""
-    return [(None, Entrant("dense")), *((b, e) for b, group in panel.budgets for e in group)]
+def heats(panels: Sequence[Panel]) -> list[list[tuple[Panel, Budget | None, Entrant]]]:
+    """Return who goes side by side: dense and the first group of each panel, then all second groups, ..."""
+    depth = max(len(panel.budgets) for panel in panels)
+    found: list[list[tuple[Panel, Budget | None, Entrant]]] = []
+    for number in range(depth):
+        for panel in (panel for panel in panels if number < len(panel.budgets)):
+            budget, entrants = panel.budgets[number]
+            dense = [] if number else [(panel, None, Entrant("dense"))]
+            found.append([*dense, *((panel, budget, entrant) for entrant in entrants)])
+    return found
 
 
 def follow(

@@ -58,7 +58,7 @@ def score_against_budget(standings: Sequence[Standing], path: Path) -> None:
         axis.set(xscale="log", title=panel.name, xlabel="bytes sent per node and round")
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
-    handles = {}
+    handles: dict[str, Any] = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)

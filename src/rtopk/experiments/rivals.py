@@ -52,21 +52,19 @@ class Panel:
     budgets: tuple[tuple[Budget, tuple[Entrant, ...]], ...]
 
 
-_METHODS = ("top-k", "rtop-k", "dealt-k", "rage-k", "threshold")
-_FOUR_BITS = ("rtop-k", "dealt-k")
+_BOTH: tuple[Mean, ...] = ("nodes", "received")
 
 
-def _entrants(means: tuple[Mean, ...], matrices: bool, four_bits: bool = True) -> tuple[Entrant, ...]:
-    sparse = [Entrant(method, mean) for mean in means for method in _METHODS]
-    coarse = [Entrant(method, mean, "4bit") for mean in means for method in _FOUR_BITS if four_bits]
-    return (*sparse, *coarse, *([Entrant("powersgd")] if matrices else []))
+def _each(methods: tuple[str, ...], means: tuple[Mean, ...], values: str = "fp32") -> tuple[Entrant, ...]:
+    return tuple(Entrant(method, mean, values) for mean in means for method in methods)
 
 
-def _few(*means: Mean) -> tuple[Entrant, ...]:
-    return (
-        *[Entrant(m, mean) for mean in means for m in ("top-k", "rtop-k", "dealt-k")],
-        Entrant("powersgd"),
-    )
+def _core(means: tuple[Mean, ...]) -> tuple[Entrant, ...]:
+    return _each(("top-k", "rtop-k", "dealt-k"), means)
+
+
+def _rest(means: tuple[Mean, ...]) -> tuple[Entrant, ...]:
+    return (*_each(("rage-k", "threshold"), means), *_each(("rtop-k", "dealt-k"), means, "4bit"))
 
 
 def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback") -> Panel:
@@ -79,15 +77,19 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
         rounds=60 if far else 600,
         evaluate_every=5 if far else 50,
     )
-    both: tuple[Mean, ...] = ("nodes", "received")
-    some: tuple[Mean, ...] = both if far else ("nodes",)
-    budgets = [
-        (Budget(density=0.01), _entrants(both, False)),
-        (Budget(matrix_rank=1), _entrants(some, True)),
-        *([(Budget(density=0.001), _entrants(both, False))] if far else []),
-        (Budget(matrix_rank=4), _few(*some)),
-        (Budget(matrix_rank=2), _few(*some)),
-    ]
+    some: tuple[Mean, ...] = _BOTH if far else ("nodes",)
+    matrices = (Entrant("powersgd"),)
+    # What matters most comes first: a study that is stopped has it for all panels.
+    budgets = (
+        (Budget(density=0.01), _core(_BOTH)),
+        (Budget(matrix_rank=1), (*_core(("nodes",)), *matrices)),
+        (Budget(density=0.01), _rest(("nodes",))),
+        (Budget(density=0.001), _core(_BOTH) if far else ()),
+        (Budget(matrix_rank=2), matrices),
+        (Budget(matrix_rank=4), (*matrices, *_core(("nodes",)))),
+        (Budget(density=0.01), _rest(("received",))),
+        (Budget(matrix_rank=1), (*_core(("received",)), *_rest(some))),
+    )
     apart = "split by class" if split == "class" else "i.i.d."
     kept = "" if not far else ", error feedback" if memory == "error-feedback" else ", no memory"
     return Panel(
@@ -96,7 +98,7 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
         rates=(0.02, 0.05, 0.12, 0.3, 0.8) if far else (0.004, 0.01, 0.025, 0.06, 0.15, 0.4),
         pilot_rounds=10,
         threshold=0.05,
-        budgets=tuple(budgets),
+        budgets=budgets,
     )
 
 
@@ -113,6 +115,10 @@ PANELS: dict[str, tuple[Panel, ...]] = {
 
 
 def smoke(panel: Panel) -> Panel:
-    """Return a panel of a few rounds, to see that everything runs."""
+    """Return a panel of a few rounds and entrants, to see that everything runs."""
     config = dataclasses.replace(panel.config, rounds=4, evaluate_every=2)
-    return dataclasses.replace(panel, config=config, rates=panel.rates[1:3], pilot_rounds=2)
+    few = (
+        (Budget(density=0.01), (Entrant("top-k"), Entrant("dealt-k", "received", "4bit"), Entrant("rage-k"))),
+        (Budget(matrix_rank=1), (Entrant("powersgd"), Entrant("threshold"))),
+    )
+    return dataclasses.replace(panel, config=config, rates=panel.rates[1:3], pilot_rounds=2, budgets=few)

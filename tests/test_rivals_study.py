@@ -1,0 +1,102 @@
+"""The comparison at equal bytes: it fits bytes, tunes on validation data, and runs on test data."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from rtopk.cli import app
+from rtopk.experiments.equal_bytes import CLOSE, TUNING_SEED, Ledger, follow, play
+from rtopk.experiments.rivals import PANELS, Budget, Entrant
+
+PANEL = PANELS["digits"][2]
+SIZE = 26_122
+
+
+class World:
+    """Answers with what an imagined run would have sent and reached; keeps what it was asked."""
+
+    def __init__(self, best_rate):
+        self.best_rate = best_rate
+        self.asked = []
+
+    def __call__(self, configs):
+        self.asked += configs
+        return [self.record(config) for config in configs]
+
+    def record(self, config):
+        entries = config.density * SIZE
+        if config.method == "threshold":
+            entries = 0.002 / config.threshold**1.8 / config.learning_rate**0.4
+        sent = 3488.0 if config.method == "powersgd" else 40 + 5.2 * entries
+        score = 90.0 - abs(math.log(config.learning_rate / self.best_rate))
+        return {
+            "key": config.key, "config": config.to_dict(), "metric": "accuracy", "higher_is_better": True,
+            "final": {"accuracy": score, "loss": 1.0}, "sent_bytes_per_round": sent,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("best", [0, 1, 3, 5])
+@pytest.mark.parametrize("method", ["dealt-k", "threshold", "powersgd"])
+def test_an_entrant_is_fitted_tuned_and_run(method, best):
+    world = World(PANEL.rates[best])
+    (standing,) = play([follow(PANEL, Budget(matrix_rank=1), Entrant(method, "received"), 3)], world)
+    assert standing.target == 3488.0
+    assert standing.bytes == pytest.approx(3488.0, rel=CLOSE)
+    assert standing.rate == PANEL.rates[best]
+    # Both neighbours of the best were tried, unless it is at the end of the grid.
+    tried = {run["config"]["learning_rate"] for run in standing.tried}
+    assert {PANEL.rates[i] for i in (best - 1, best, best + 1) if 0 <= i < len(PANEL.rates)} <= tried
+    assert [record["config"]["seed"] for record in standing.records] == [0, 1, 2]
+    for config in world.asked:
+        assert (config.part == "test") == (config.seed != TUNING_SEED)
+        assert config.split == PANEL.config.split
+    # Nothing is decided by the test set: it is asked for last.
+    assert [config.part for config in world.asked[-3:]] == ["test"] * 3
+
+
+def test_every_panel_names_methods_that_there_are():
+    for panels in PANELS.values():
+        for panel in panels:
+            for budget, entrants in panel.budgets:
+                for entrant in entrants:
+                    next(follow(panel, budget, entrant, 1))
+                    assert (entrant.method != "powersgd") or budget.matrix_rank
+
+
+def test_smoke_runs_goes_on_and_shows_what_is_recorded(tmp_path):
+    command = ["rivals", "--smoke", "--seeds", "2", "--jobs", "1", "--json"]
+    folders = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]
+    first = CliRunner().invoke(app, [*command, *folders])
+    assert first.exit_code == 0, first.output
+    rows = json.loads(first.stdout)["rows"]
+    assert len(rows) == 2 * (1 + 3 + 2)
+    assert all(len(row["scores"]) == 2 for row in rows)
+    by_name = {(row["panel"], row["method"]): row for row in rows}
+    for panel in {row["panel"] for row in rows}:
+        top, dealt = by_name[panel, "top-k"], by_name[panel, "dealt-k, 4bit, received"]
+        assert dealt["bytes_per_round"] == pytest.approx(top["bytes_per_round"], rel=0.1)
+    assert (tmp_path / "rivals-digits-smoke.png").stat().st_size > 10_000
+    file = tmp_path / "rivals-digits-smoke.jsonl"
+    lines = file.read_text().splitlines()
+    assert sum(json.loads(line)["kind"] == "choice" for line in lines) == len(rows)
+    again = CliRunner().invoke(app, [*command, *folders, "--recorded"])
+    assert json.loads(again.stdout)["rows"] == rows
+    assert file.read_text().splitlines() == lines
+    # Without its last results an entrant is left out, and the command says nothing of it.
+    kept = [line for line in lines if '"method": "threshold"' not in line]
+    file.write_text("\n".join(kept) + "\n")
+    fewer = CliRunner().invoke(app, [*command, *folders, "--recorded"])
+    assert {row["method"] for row in json.loads(fewer.stdout)["rows"]} == {r["method"] for r in rows} - {
+        "threshold"
+    }
+    table = CliRunner().invoke(app, [*[c for c in command if c != "--json"], *folders, "--recorded"])
+    assert "digits, distributed, split by class" in table.stdout
+
+
+def test_nothing_recorded_is_an_error(tmp_path):
+    result = CliRunner().invoke(app, ["rivals", "--recorded", "--results", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "holds no result of digits yet" in str(result.exception)
+    assert Ledger(tmp_path / "none.jsonl", tmp_path, recorded=True)([PANEL.config]) == [None]
