@@ -214,7 +214,8 @@ STUDIES = {
     "lab bounds": {"rows": [{"setting": {"d": 4}, "risk": 1.0, "over_upper": 0.5, "over_lower": 2.0}], "c": 2.0,
                    "C": 0.5, "inside": True},
     "lab convergence": {"problem": {}, "outcomes": [{"k": 5, "T": 100, "measured": 0.1, "bound": [0.5, 0.2]}]},
-    "lab inspect": {"task": "digits", "looks": [{"round": 3, "schemes": [{"scheme": "top-k", "error": 0.25}]}],
+    "lab inspect": {"task": "digits", "looks": [{"round": 3, "schemes": [
+                        {"scheme": "top-k", "r_over_k": 1.0, "error_with_residual": 0.25}]}],
                     "verdict": {"premise": "holds", "parts": {"sparse": True}}, "recommendation": {"k": 7}},
 }  # fmt: skip
 

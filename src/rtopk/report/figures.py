@@ -20,7 +20,7 @@ def panel(title: str, series: Sequence[Series]) -> Plain:
         "metric": measured[0].metric if measured else "",
         "higher": measured[0].higher_is_better if measured else True,
         "series": shown,
-        "range": _range(shown),
+        "range": _range(shown, 100.0 if measured and measured[0].metric == "accuracy" else math.inf),
     }
 
 
@@ -37,14 +37,18 @@ def _set_side_by_side(shown: list[Plain]) -> None:
         one["at"] = short(one["sent"] * step ** (same.index(one) - (len(same) - 1) / 2))
 
 
-def _range(shown: Sequence[Plain]) -> list[float] | None:
-    """Return the part of the vertical axis that the last scores and their intervals take."""
+def _range(shown: Sequence[Plain], most: float) -> list[float] | None:
+    """Return the part of the vertical axis that the last scores take, and their intervals as far as is useful."""
     scores = [(one["score"][0], one["score"][1] or 0.0) for one in shown if one["score"][0] is not None]
     if not scores:
         return None
-    low, high = min(mean - half for mean, half in scores), max(mean + half for mean, half in scores)
+    # One method of which the seeds say little must not make points of all others.
+    far = max(mean for mean, _ in scores) - min(mean for mean, _ in scores)
+    far = max(far, 4.0 * sorted(half for _, half in scores)[(len(scores) - 1) // 2])
+    low = min(mean - (min(half, far) if far else half) for mean, half in scores)
+    high = max(mean + (min(half, far) if far else half) for mean, half in scores)
     air = max(0.15 * (high - low), 0.01 * abs(high))
-    return [low - air, high + air]
+    return [low - air, min(high + air, max(most, high))]
 
 
 def _series(one: Series) -> Plain:

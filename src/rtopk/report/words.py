@@ -34,7 +34,7 @@ def what_it_shows(series: Sequence[Series]) -> str:
     if not rivals:
         return f"{where}: {measured[0].label} reached {measured[0].score()} {measured[0].metric}."
     up = 1.0 if rivals[0].higher_is_better else -1.0
-    best = max(rivals, key=lambda one: up * one.score().mean)
+    best = max(rivals, key=lambda one: up * one.score().mean - _half(one))  # not by a lucky, wide interval
     text = f"{where}: {best.label} reached {best.score()} {best.metric}"
     if dense is None:
         return text + (", the best of those compared." if len(rivals) > 1 else ".")
@@ -57,6 +57,11 @@ def _gap(one: Series, dense: Series) -> str:
         return f"{gap.mean:+.2f}, from one seed, so without an interval"
     clear = "a clear difference" if abs(gap.mean) > gap.half else "no difference that these seeds could show"
     return f"{gap.mean:+.2f} ± {gap.half:.2f}, {clear}"
+
+
+def _half(one: Series) -> float:
+    half = one.score().half
+    return 0.0 if math.isnan(half) else half
 
 
 def _sent(run: dict[str, float]) -> float:
