@@ -42,6 +42,7 @@ def test_help_fits_in_80_columns(command):
     assert result.exit_code == 0, result.output
     assert "Usage: " in result.output
     assert max(len(line) for line in result.output.splitlines()) <= 80
+    assert "\\[" not in result.output
     assert "..." not in result.output.partition("Commands:")[2], (
         "a summary does not fit: shorten its first line"
     )

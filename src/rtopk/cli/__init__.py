@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 try:
     import typer
+    import typer.core
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
@@ -19,6 +20,8 @@ from rtopk.cli.lab import app as lab
 from rtopk.cli.report import report, watch
 from rtopk.cli.rivals import rivals
 from rtopk.cli.train import train
+
+typer.core.HAS_RICH = False  # typer 0.20, which Flower needs, escapes brackets for rich in plain help too
 
 app = typer.Typer(
     name="rtopk",

@@ -81,7 +81,7 @@ def aggregate(
     d: int = typer.Option(11_173_962, "--d", min=1000, help="Entries of the model."),
     density: float = typer.Option(0.01, help="Part of the entries a client sends: k / d."),
 ) -> None:
-    """Measure the server's mean of many clients against adding the decoded entries."""
+    """Measure the server's mean against only adding the entries."""
     from rich.console import Console
 
     from rtopk.bench import aggregate as bench
