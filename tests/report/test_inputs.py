@@ -6,12 +6,22 @@ import pytest
 from records import a_table, made_up
 
 from rtopk.report.inputs import is_going_on, read, watched
+from rtopk.report.page import Page
 
 
 def write(path, *values):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
     return path
+
+
+def test_runs_that_tuned_are_left_out_where_there_are_results(tmp_path):
+    tuned = [made_up(seed=1000, part="validation"), made_up("top-k", seed=1000, part="validation")]
+    inputs = read([write(tmp_path / "both.jsonl", *tuned, made_up())])
+    assert (len(inputs.runs), inputs.tuning) == (1, 2)
+    assert "2 more runs on validation data" in Page(inputs).parts()["run"]
+    alone = read([write(tmp_path / "alone.jsonl", *tuned)])
+    assert (len(alone.runs), alone.tuning) == (2, 0)
 
 
 def test_a_file_of_lines_a_single_record_and_a_benchmark(tmp_path):

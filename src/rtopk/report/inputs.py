@@ -44,6 +44,7 @@ class Inputs:
 
     runs: list[Record] = field(default_factory=list)
     studies: list[Study] = field(default_factory=list)
+    tuning: int = 0  # runs on validation data that are left out, because there are results
     choices: list[Record] = field(default_factory=list)  # of learning rates, by `rtopk reproduce`
 
     def add(self, runs: Iterable[Record]) -> None:
@@ -68,6 +69,9 @@ def read(paths: Sequence[Path]) -> Inputs:
             _read_file(path, inputs)
         else:
             raise ValueError(f"{path} does not exist; {ACCEPTED}")
+    results = [run for run in inputs.runs if run["config"].get("part") != "validation"]
+    if results and len(results) < len(inputs.runs):  # the others only tuned a learning rate
+        inputs.runs, inputs.tuning = results, len(inputs.runs) - len(results)
     if not inputs.runs and not inputs.studies:
         raise ValueError(f"nothing to report in {', '.join(map(str, paths))}; {ACCEPTED}")
     return inputs

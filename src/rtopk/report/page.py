@@ -67,7 +67,9 @@ class Page:
         """Return the pieces of text and tables by name."""
         shown = "".join(f"<p>{escape(words.what_it_shows(series))}</p>" for series in self.panels.values())
         parts = {
-            "run": f"<p>{escape(words.what_was_run(self.panels))}</p>" if self.panels else "",
+            "run": f"<p>{escape(words.what_was_run(self.panels, self.inputs.tuning))}</p>"
+            if self.panels
+            else "",
             "shows": shown,
             "summary": tables.summary(self.panels),
             "paper": paper.tables(self.panels) + paper.tuning(self.inputs.choices),

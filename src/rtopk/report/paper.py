@@ -73,12 +73,13 @@ def tuning(choices: Sequence[Record]) -> str:
             for rate, score in zip(choice["grid"], choice["scores"], strict=True)
         )
         row = [choice["row"], tried, number(choice["chosen"])]
-        by_table.setdefault((choice["table"], choice["scale"]), []).append(row)
+        where = _heading(choice["table"]) if "table" in choice else f"rivals on {choice['panel']}"
+        by_table.setdefault((where, choice.get("scale") or choice["budget"]), []).append(row)
     return "".join(
         table(
-            f"{_heading(name)}, scale {scale}: learning rates tried, and their score on validation data",
+            f"{where}, {size}: learning rates tried, and their score on validation data",
             ["method", "tried", "chosen"],
             rows,
         )
-        for (name, scale), rows in sorted(by_table.items())
+        for (where, size), rows in sorted(by_table.items())
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rtopk.report.series import Series, difference
 
 
-def what_was_run(panels: Mapping[str, Sequence[Series]]) -> str:
+def what_was_run(panels: Mapping[str, Sequence[Series]], tuning: int = 0) -> str:
     """Describe the runs in a sentence or two."""
     runs = [run for series in panels.values() for one in series for run in one.runs]
     if not runs:
@@ -17,6 +17,8 @@ def what_was_run(panels: Mapping[str, Sequence[Series]]) -> str:
     places = "; ".join(panels)
     text = f"{_count(len(runs), 'run')} of {_count(sum(map(len, panels.values())), 'configuration')} ({places}): "
     text += f"{nodes} nodes, {rounds} rounds" + (f", {sizes} parameters" if sizes else "") + "."
+    if tuning:
+        text += f" {_count(tuning, 'more run')} on validation data tuned learning rates and are not shown."
     going = sum("weights" not in run for run in runs)
     if going:
         text += f" {_count(going, 'run')} not at the end: figures are those of the last evaluation."
