@@ -40,8 +40,13 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
+HELD: list[DDP] = []  # a state does not keep its model alive, and scenarios often hold the state alone
+
+
 def wrap(model: nn.Module, group: dist.ProcessGroup | None = None, **options: object) -> DDP:
-    return DDP(model, bucket_cap_mb=SMALL_BUCKETS, process_group=group, **options)
+    ddp = DDP(model, **{"bucket_cap_mb": SMALL_BUCKETS, **options}, process_group=group)
+    HELD.append(ddp)
+    return ddp
 
 
 def sgd(model: nn.Module, **options: float) -> torch.optim.Optimizer:

@@ -84,6 +84,56 @@ def lightning(at: Place) -> dict[str, Any]:
     }
 
 
+def lightning_skips(at: Place) -> dict[str, Any]:
+    """NaN on one rank: Lightning goes backward inside optimizer.step. Then the callback serves another model."""
+    warnings.simplefilter("ignore")  # Lightning's own
+    _as_under_torchrun(at)
+    made = example("with_lightning")
+
+    class Poisoned(made.Network):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            loss = super().training_step(batch, number)
+            return loss * float("nan") if (at.rank, number) == (1, 3) else loss
+
+    network = Poisoned()
+    trainer, rtop_k = made.trainer(at.folder / "lightning", 1)
+    trainer.fit(network, made.loader())
+    first = [rtop_k.state.step, rtop_k.state.skipped]
+    again, _ = made.trainer(at.folder / "lightning", 1)
+    again.strategy._ddp_comm_state = rtop_k
+    again.callbacks = [rtop_k]
+    again.fit(made.Network(), made.loader())
+    return {
+        "finite": all(bool(parameter.isfinite().all()) for parameter in network.parameters()),
+        "first": first,
+        "other": rtop_k.state.step,
+    }
+
+
+def accelerate_pair(at: Place) -> dict[str, Any]:
+    """Two models with one Accelerator: each has its own residuals again after load_state."""
+    warnings.simplefilter("ignore")  # Accelerate's own
+    _as_under_torchrun(at)
+    from accelerate import Accelerator
+
+    from rtopk.adapters.accelerate import register
+
+    accelerator = Accelerator(cpu=True)
+    models = accelerator.prepare(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    states = [register(accelerator, model, density=0.1) for model in models]
+
+    def go(scale: float) -> list[str]:
+        for number, model in enumerate(models):
+            accelerator.backward(model(torch.full((2, 8), scale + number + at.rank)).square().mean())
+        return [bits(state.state_dict()) for state in states]
+
+    saved = go(1.0)
+    accelerator.save_state(str(at.folder / "accelerate-pair"))
+    moved = go(2.0)
+    accelerator.load_state(str(at.folder / "accelerate-pair"))
+    return {"saved": saved, "moved": moved, "loaded": [bits(state.state_dict()) for state in states]}
+
+
 def accelerate(at: Place) -> dict[str, Any]:
     """The example saves with save_state, goes on, and goes on again from load_state."""
     warnings.simplefilter("ignore")  # Accelerate's own

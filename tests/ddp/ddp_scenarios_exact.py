@@ -1,7 +1,10 @@
 """Scenarios about exactness: the hook against the reference, in every combination DDP allows."""
 
+import copy
+import gc
 import itertools
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -228,10 +231,10 @@ def compiled_by_inductor(at: Place) -> dict[str, Any]:
 
 def _compiled(at: Place, backend: str) -> dict[str, Any]:
     inside, outside, plain = net(), net(), net()
-    ddp = DDP(outside)
+    ddp = wrap(outside, bucket_cap_mb=25)
     whole = torch.compile(ddp, backend=backend)
     states = [
-        rtopk.ddp.register(DDP(torch.compile(inside, backend=backend)), 0.05),
+        rtopk.ddp.register(wrap(torch.compile(inside, backend=backend), bucket_cap_mb=25), 0.05),
         rtopk.ddp.register(whole, 0.05),
         rtopk.ddp.register(wrap(plain), 0.05),
     ]
@@ -280,3 +283,73 @@ def epochs(at: Place) -> dict[str, Any]:
         train(state.model, sgd(model), range(step, step + 1), at.rank)
         densities.append(state.stats.density)
     return {"densities": densities, "weights": bits(model)}
+
+
+class Tied(nn.Module):
+    """One weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.one, self.two, self.last = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 5)
+        self.two.weight = self.one.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.two(torch.tanh(self.one(inputs)))))
+
+
+class Flat(nn.Module):
+    """No parameter of more than one dimension: nothing competes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(20)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale * (inputs * self.weight)[:, :5]
+
+
+class Sliced(nn.Module):
+    """A parameter with gaps in memory: every second column of a larger tensor."""
+
+    def __init__(self, gaps: bool = True) -> None:
+        super().__init__()
+        whole = torch.randn(20, 10, generator=torch.Generator().manual_seed(3))
+        self.first = nn.Parameter(whole[:, ::2] if gaps else whole[:, ::2].contiguous())
+        self.second = nn.Parameter(whole[:5, :5].contiguous())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.first @ self.second
+
+
+def odd_models(at: Place) -> dict[str, Any]:
+    """Tied weights, vectors only, a parameter with gaps."""
+    found: dict[str, Any] = {}
+    pairs = {"tied": (Tied(), Tied()), "flat": (Flat(), Flat()), "sliced": (Sliced(), Sliced(gaps=False))}
+    for (name, (model, twin)), scope in itertools.product(pairs.items(), ("global", "bucket")):
+        model, twin = copy.deepcopy(model), copy.deepcopy(twin)
+        if name == "sliced":
+            model = Sliced()  # a copy of a slice has no gaps
+        warnings.simplefilter("ignore")  # DDP's own, about gradients whose strides are not the parameter's
+        state = rtopk.ddp.register(wrap(model), 0.05, scope=scope)
+        train(state.model, sgd(model, lr=0.01), range(3), at.rank)
+        warnings.simplefilter("error")
+        expected = reference(twin, 3, at.world, scope=scope, lr=0.01)
+        found[f"{name}, {scope}"] = gap(model, expected)
+    return found
+
+
+def what_is_dropped_is_freed(at: Place) -> dict[str, Any]:
+    """A DDP model that nobody holds any more goes, with its residuals; one that is held may be copied."""
+    model = net()
+    ddp = DDP(model)
+    alive = [weakref.ref(ddp), weakref.ref(model), weakref.ref(rtopk.ddp.register(ddp, 0.05))]
+    train(ddp, sgd(model), range(2), at.rank)
+    gc.collect()
+    held = [ref() is not None for ref in alive]
+    twin = copy.deepcopy(ddp)
+    same = bits(twin.module) == bits(model)
+    del ddp, model, twin
+    gc.collect()
+    return {"held": held, "left": [ref() is not None for ref in alive], "copied": same}

@@ -87,6 +87,56 @@ def not_finite_stops(at: Place) -> dict[str, Any]:
     }
 
 
+def not_finite_in_a_closure(at: Place) -> dict[str, Any]:
+    """A closure goes backward inside optimizer.step, as Lightning's does; NaN there is skipped as well."""
+    found: dict[str, Any] = {}
+    for how in ("positional", "named"):
+        model = net()
+        state = rtopk.ddp.register(wrap(model), 0.05)
+        optimizer = sgd(model, momentum=0.9, weight_decay=0.1)
+        log = []
+        for step in range(4):
+
+            def closure(step: int = step, optimizer: Any = optimizer, state: Any = state) -> Tensor:
+                optimizer.zero_grad()
+                loss = poisoned(state.model, at.rank, step)
+                loss.backward()
+                return loss.detach()
+
+            before = bits([bits(model), bits(optimizer.state_dict())])
+            loss = optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)
+            log.append([before == bits([bits(model), bits(optimizer.state_dict())]), loss is not None])
+        found[how] = log
+    return found
+
+
+def broken_off(at: Place) -> dict[str, Any]:
+    """Backward breaks off after some messages were sent: what is then saved is the state of before."""
+    found: dict[str, Any] = {}
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: Tensor) -> Tensor:
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ZeroDivisionError("broken layer")
+
+    for memory in ("error-feedback", "momentum-correction"):
+        model = net()
+        state = rtopk.ddp.register(wrap(model), 0.05, scope="bucket", memory=memory)
+        train(state.model, sgd(model), range(3), at.rank)
+        before = bits(state.state_dict())
+        model[0].register_forward_hook(lambda module, inputs, output: Breaks.apply(output))
+        said = attempt(train, state.model, sgd(model), range(3, 4), at.rank)
+        sent = state.round is not None and len(state.round.messages)
+        saved = state.state_dict()
+        again = attempt(state.load_state_dict, saved)
+        found[memory] = [said, sent, before == bits(saved), again, before == bits(state.state_dict())]
+    return found
+
+
 def grad_scaler(at: Place) -> dict[str, Any]:
     """A scale that moves every second step changes nothing; an overflow on one rank is skipped by all."""
 
@@ -151,11 +201,23 @@ def autocast(at: Place) -> dict[str, Any]:
     return {"weights": bits(model), "first": sum(losses[:4]) / 4, "last": sum(losses[-4:]) / 4}
 
 
+class Own:
+    """A selector of the user's, without a repr of its own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
+        return rtopk.top_k(vector, k)
+
+
 def options_differ(at: Place) -> dict[str, Any]:
     """Every rank names what differs; the group works afterwards."""
     odd = at.rank == 1
     tries: dict[str, dict[str, Any]] = {
         "density": {"density": 0.01 if odd else 0.02},
+        "one_step": {"density": (lambda step: 0.02 if step == 5 else 0.01) if odd else (lambda step: 0.01)},
+        "own_selector": {"selector": Own(3.0 if odd else 2.0)},
         "schedule": {"density": (lambda step: 0.01 if step < 50 else 0.02) if odd else (lambda step: 0.01)},
         "seed": {"seed": 5 if odd else 4},
         "mean": {"mean": "received" if odd else "nodes"},
@@ -169,7 +231,8 @@ def options_differ(at: Place) -> dict[str, Any]:
     }
     found = {name: attempt(rtopk.ddp.register, wrap(net()), **options) for name, options in tries.items()}
     model = net()
-    state = rtopk.ddp.register(wrap(model), 0.05)
+    table = [0.25, 0.05]  # a schedule that ends with the job
+    state = rtopk.ddp.register(wrap(model), lambda step: table[step])
     train(state.model, sgd(model), range(2), at.rank)
     return {"said": found, "weights": bits(model)}
 
@@ -196,7 +259,12 @@ def refused(at: Place) -> dict[str, Any]:
     own_precision = wrap(net())
     own_precision.mixed_precision = object()  # what DDP(mixed_precision=...) leaves; on CPU it cannot be made
     complex_model = nn.Linear(3, 3, dtype=torch.complex64)
+    thawed = net()
+    thawed[0].requires_grad_(False)
+    wrapped = wrap(thawed)
+    thawed[0].requires_grad_(True)
     found = {
+        "thawed": attempt(register, wrapped, 0.05),
         "not_ddp": attempt(register, net(), 0.05),
         "twice": attempt(register, twice, 0.05),
         "sparse": attempt(register, wrap(sparse), 0.05),

@@ -118,6 +118,27 @@ def does_not_fit(at: Place) -> dict[str, Any]:
     return {"said": found, "same": same, "files": partial, "loads": attempt(state.load, good)}
 
 
+def own_disks(at: Place) -> dict[str, Any]:
+    """Machines that share no disk: each rank's folder holds its own file; and a folder of two jobs."""
+    _, optimizer, state = _start(at, "global", "error-feedback")
+    train(state.model, optimizer, range(2), at.rank)
+    before = bits(state.state_dict())
+    own = at.folder / f"disk-of-{at.rank}"
+    state.save(own)
+    train(state.model, optimizer, range(2, 3), at.rank)
+    found: dict[str, Any] = {"said": attempt(state.load, own), "same": before == bits(state.state_dict())}
+    # Rank 1 finds, at the same step, the set of a job with one rank only; rank 0 its own.
+    if at.rank == 1:
+        alone = {**checkpoint.read(own / checkpoint.file_name(1, 2)), "rank": 0, "world_size": 1}
+        checkpoint.save(alone, own)
+    found["jobs"] = attempt(state.load, own)
+    if at.rank == 1:  # what no rank could foresee must not leave the others waiting
+        checkpoint.save({**alone, "memory": ["no tensors"]}, own)
+    found["strange"] = attempt(state.load, own)
+    found["unchanged"] = before == bits(state.state_dict())
+    return found
+
+
 def _flip(raw: bytes) -> bytes:
     middle = len(raw) // 2
     return raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]

@@ -14,7 +14,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="session")
 def frameworks(shared: Path) -> Results:
-    return launch(shared, "frameworks", 2, [adapters.lightning, adapters.accelerate])
+    return launch(
+        shared,
+        "frameworks",
+        2,
+        [adapters.lightning, adapters.lightning_skips, adapters.accelerate, adapters.accelerate_pair],
+    )
 
 
 def test_lightning_resumes_to_the_bit(frameworks: Results) -> None:
@@ -28,6 +33,19 @@ def test_lightning_resumes_to_the_bit(frameworks: Results) -> None:
     assert one["whole"] == two["whole"]
     assert one["residual"] != two["residual"]
     assert one["sent"] < 26128  # the gradient in fp32
+
+
+def test_lightning_skips_a_step_with_nan(frameworks: Results) -> None:
+    for found in clean(frameworks, "lightning_skips"):
+        assert found["finite"]
+        assert found["first"] == [7, 1]
+        assert found["other"] == 8  # from its own beginning, not from the residuals of another model
+
+
+def test_accelerate_keeps_two_models_apart(frameworks: Results) -> None:
+    for found in clean(frameworks, "accelerate_pair"):
+        assert found["loaded"] == found["saved"] != found["moved"]
+        assert found["saved"][0] != found["saved"][1]
 
 
 def test_accelerate_resumes_to_the_bit(frameworks: Results) -> None:

@@ -124,6 +124,21 @@ def _compiled(results: Results, name: str) -> None:
     assert one["names"][0] == one["names"][1] == one["names"][2]
 
 
+def test_odd_models_equal_the_reference(pair: Results) -> None:
+    for found in clean(pair, "odd_models"):
+        found.pop("seconds", None)
+        assert len(found) == 6
+        assert max(found.values()) <= 1e-6, found
+
+
+def test_a_model_that_is_dropped_is_freed(pair: Results) -> None:
+    # DDP holds the hook's state in C++, where Python's garbage collector sees no circle.
+    for found in clean(pair, "what_is_dropped_is_freed"):
+        assert found["held"] == [True, True, True]
+        assert found["left"] == [False, False, False]
+        assert found["copied"]
+
+
 def test_every_coordinate_is_sent_and_none_twice(pair: Results) -> None:
     # Truncation in index order starves the last quarter; drawing with replacement sends fewer than k.
     found, _ = clean(pair, "every_coordinate")

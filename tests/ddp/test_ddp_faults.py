@@ -29,6 +29,23 @@ def test_stopping_instead_of_skipping(pair: Results) -> None:
         assert found["skipped"] == 2
 
 
+def test_a_closure_that_meets_nan_is_skipped(pair: Results) -> None:
+    for found in clean(pair, "not_finite_in_a_closure"):
+        for how in ("positional", "named"):
+            assert found[how] == [[False, True], [False, True], [True, True], [False, True]]
+
+
+@pytest.mark.parametrize("memory", ["error-feedback", "momentum-correction"])
+def test_a_round_that_was_broken_off_is_not_in_the_state(pair: Results, memory: str) -> None:
+    for found in clean(pair, "broken_off"):
+        said, sent, same, again, still = found[memory]
+        assert said == "ZeroDivisionError: broken layer"
+        assert sent > 0, "nothing was sent, so there was nothing to take back"
+        assert same
+        assert again == "nothing raised"
+        assert still
+
+
 @pytest.mark.parametrize("scope", ["global", "bucket"])
 def test_a_moving_loss_scale_changes_nothing(pair: Results, scope: str) -> None:
     for found in clean(pair, "grad_scaler"):
@@ -57,6 +74,8 @@ def test_autocast_and_clipping(pair: Results) -> None:
     [
         ("density", "density is 0.02 on rank 0; 0.01 on rank 1"),
         ("schedule", "density is"),
+        ("one_step", "density is 0.01 on rank 0; {0: '0.01'"),
+        ("own_selector", "selector is Own {'factor': 2.0} on rank 0; Own {'factor': 3.0} on rank 1"),
         ("seed", "seed is 4 on rank 0; 5 on rank 1"),
         ("mean", "mean is nodes on rank 0; received on rank 1"),
         ("scope", "scope is global on rank 0; bucket on rank 1"),
@@ -85,6 +104,7 @@ def test_drift_is_found_at_the_next_check(pair: Results) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("thawed", "DDP was made with 6 trainable parameters and there are 8 now"),
         ("not_ddp", "must be a DistributedDataParallel, got Sequential"),
         ("twice", "has a communication hook already"),
         ("sparse", "0 makes sparse gradients"),

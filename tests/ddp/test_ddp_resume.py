@@ -27,7 +27,11 @@ def test_a_state_moves_between_scopes(pair: Results) -> None:
         ("empty", "rank 1 could not read its state", "not a file of residuals"),
         ("flipped", "rank 1 could not read its state", "truncated or damaged"),
         ("swapped", "rank 1 could not read its state", "the file of rank 1 holds the state of rank 0"),
-        ("missing", "no complete set of states (files of ranks: {2: [0]})", "no complete set of states"),
+        (
+            "missing",
+            "rank 1 could not read its state",
+            "no complete set of states (files of ranks: {2: [0]})",
+        ),
         ("steps", "step 2 on rank 0, step 7 on rank 1", "step 2 on rank 0, step 7 on rank 1"),
         ("other_seed", "is of seed 9, this job has seed 0", "is of seed 9, this job has seed 0"),
         ("other_model", "is of another model", "is of another model"),
@@ -52,6 +56,17 @@ def test_refusals_change_nothing_and_leave_no_litter(pair: Results) -> None:
         assert found["same"]
         assert found["files"] == ["rtopk-rank0-of-2.state", "rtopk-rank1-of-2.state"]
         assert found["loads"] == "nothing raised"
+
+
+def test_machines_need_not_share_a_disk(pair: Results) -> None:
+    one, two = clean(pair, "own_disks")
+    for found in (one, two):
+        assert found["said"] == "nothing raised"
+        assert found["same"]
+        assert "holds states of several jobs (of 2 ranks on rank 0; 1 ranks on rank 1)" in found["jobs"]
+        assert found["unchanged"]
+    assert "rank 1 could not read its state" in one["strange"]
+    assert two["strange"].startswith("StateError: ")
 
 
 def test_torch_distributed_checkpoint_keeps_every_rank(pair: Results) -> None:

@@ -6,6 +6,7 @@ register(accelerator, model, density=0.001)
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from torch import nn
@@ -14,6 +15,7 @@ from rtopk import ddp
 from rtopk.schedule import Schedule
 
 FOLDER = "rtopk"  # inside a checkpoint of Accelerate
+_registered: "WeakKeyDictionary[Accelerator, int]" = WeakKeyDictionary()  # the number of its last model
 
 
 def register(
@@ -27,11 +29,14 @@ def register(
     scaler = options.pop("scaler", accelerator.scaler)
     state = ddp.register(model, density, scaler=scaler, **options)
 
+    number = _registered[accelerator] = _registered.get(accelerator, -1) + 1
+    folder = FOLDER if number == 0 else f"{FOLDER}_{number}"  # as Accelerate names its models' files
+
     def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        state.save(Path(output_dir) / FOLDER)
+        state.save(Path(output_dir) / folder)
 
     def load(models: list[nn.Module], input_dir: str) -> None:
-        state.load(Path(input_dir) / FOLDER)
+        state.load(Path(input_dir) / folder)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

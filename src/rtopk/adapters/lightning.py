@@ -53,7 +53,8 @@ class RTopKCallback(Callback):
             model.register_comm_hook(self, hook)
         if self._saved:
             checkpoint.scatter(self.state, self._saved)
-        elif before is not None:  # a second fit of the same model
+        elif before is not None and all(map(before.owns, self.state.parameters.values())):
+            # A second fit of the same model; another one's residuals are none of its business.
             self.state.load_state_dict(before.state_dict())
         self._saved = None
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rtopk.ddp.control import by_rank
+
 if TYPE_CHECKING:
     from rtopk.ddp.state import State
 
@@ -110,26 +112,32 @@ def fits(state: Mapping[str, Any], own: "State", *, any_rank: bool = False) -> N
 
 def load(own: "State", directory: Path) -> None:
     """Continue from a directory on all ranks, or raise on all of them."""
-    refusal, step = "", -1
+    refusal, step, size = "", -1, -1
     try:
         states, step = _own_share(own, directory)
+        size = int(states[0]["world_size"])
         state = redistribute(states, own.rank, own.world_size)
         own.fit(state)
-    except (ValueError, KeyError, OSError) as error:
-        refusal = str(error)
-    # No rank may go on where another could not, or from another step.
-    word = torch.tensor([step, len(refusal) > 0], dtype=torch.int64).view(torch.uint8)
+    except Exception as error:  # whatever it is, the others wait for a word
+        refusal = str(error) or type(error).__name__
+    # No rank may go on where another could not, or from another step or job.
+    word = torch.tensor([step, size, len(refusal) > 0], dtype=torch.int64).view(torch.uint8)
     said = [message.view(torch.int64).tolist() for message in own.transport.exchange([word])]
     if refusal:
         raise StateError(refusal)
-    refused = [rank for rank, (_, failed) in enumerate(said) if failed]
+    refused = [rank for rank, (_, _, failed) in enumerate(said) if failed]
     if refused:
         raise StateError(
             f"rank {', '.join(map(str, refused))} could not read its state from {directory}; see its error"
         )
-    if len({step for step, _ in said}) > 1:
-        steps = ", ".join(f"step {step} on rank {rank}" for rank, (step, _) in enumerate(said))
+    if len({step for step, _, _ in said}) > 1:
+        steps = ", ".join(f"step {step} on rank {rank}" for rank, (step, _, _) in enumerate(said))
         raise StateError(f"{directory} holds states of different steps ({steps}); use an older checkpoint")
+    if len({size for _, size, _ in said}) > 1:
+        sizes = by_rank([f"{size} ranks" for _, size, _ in said])
+        raise StateError(
+            f"{directory} holds states of several jobs (of {sizes}); use a folder per checkpoint"
+        )
     own.load_state_dict(state)
 
 
@@ -140,6 +148,8 @@ def _own_share(own: "State", directory: Path) -> tuple[list[dict[str, Any]], int
         if match := NAME.fullmatch(path.name):
             found.setdefault(int(match[2]), set()).add(int(match[1]))
     complete = [size for size, ranks in found.items() if ranks == set(range(size))]
+    if not complete and own.rank in found.get(own.world_size, ()):
+        complete = [own.world_size]  # a disk of this machine alone; the others answer for their files
     if not complete:
         have = {size: sorted(ranks) for size, ranks in found.items()} or "none"
         raise StateError(f"{directory} holds no complete set of states (files of ranks: {have})")
@@ -196,14 +206,14 @@ def gather(own: "State") -> list[dict[str, Any]] | None:
 
 def scatter(own: "State", states: Sequence[Mapping[str, Any]]) -> None:
     """Continue from the states of all ranks of a job, which every rank holds."""
+    for state in states:  # all of them, so that all ranks refuse alike
+        fits(state, own, any_rank=True)
     mine = states[own.rank :: own.world_size]
     if not mine:
         memory = {
             kind: {n: torch.zeros_like(t) for n, t in by.items()} for kind, by in states[0]["memory"].items()
         }
         mine = [{**states[0], "memory": memory}]
-    for state in mine:
-        fits(state, own, any_rank=True)
     own.load_state_dict(redistribute(mine, own.rank, own.world_size))
 
 

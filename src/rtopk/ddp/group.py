@@ -145,8 +145,13 @@ class Group:
             self._kept[name].copy_(tensor)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the memory: kind -> parameter -> tensor."""
+        """Return the memory as of the last step that is final: kind -> parameter -> tensor."""
+        held = vars(self.sparsifier.memory)
+        now = dict(held)
+        if self._before is not None:  # what this step has sent may never arrive
+            held.update({**self._before, **self._kept})
         memory = self.sparsifier.memory.state_dict()
+        held.update(now)
         return {
             kind: {name: part.clone() for name, part in self.layout.unflatten(vector).items()}
             for kind, vector in memory.items()

@@ -2,7 +2,8 @@
 
 After a skipped round the gradients are NaN on all ranks, as plain DDP would leave them. Taking them away here
 makes the step do nothing: torch's optimizers pass over a parameter without gradient, so neither momentum nor
-weight decay moves it. And an optimizer with momentum of its own is refused beside momentum correction.
+weight decay moves it. A closure goes backward inside the step (Lightning always does), so it is followed there.
+And an optimizer with momentum of its own is refused beside momentum correction.
 """
 
 import weakref
@@ -25,15 +26,33 @@ def watch(state: "State") -> None:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    for state in list(_states):
+        if state.corrects_momentum:
+            refuse_momentum(optimizer, state)
+    _drop_skipped(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure) or not _states:
+        return None
+
+    def followed() -> Any:
+        loss = closure()
+        _drop_skipped(optimizer)
+        return loss
+
+    return (
+        ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
+    )
+
+
+def _drop_skipped(optimizer: Optimizer) -> None:
+    """Take the gradients of a skipped round away."""
     for state in list(_states):
         if state.skipping:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if state.owns(parameter):
                         parameter.grad = None
-        if state.corrects_momentum:
-            refuse_momentum(optimizer, state)
 
 
 def refuse_momentum(optimizer: Optimizer, state: "State") -> None:

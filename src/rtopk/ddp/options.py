@@ -112,14 +112,10 @@ class Options:
 
     def describe(self) -> dict[str, str]:
         """Write every choice that the ranks must share as text."""
-        memory = self.make_memory()
-        numbers = {n: v for n, v in vars(memory).items() if isinstance(v, bool | int | float | str)}
-        # A schedule may be any function: compare what it says, not how it is written.
-        densities = {step: f"{self.density(step):.6g}" for step in (0, 1, 10, 100, 1_000, 10_000)}
         return {
-            "density": densities[0] if len(set(densities.values())) == 1 else f"{densities} by step",
+            "density": _densities(self.density),
             "selector": _text(self.selector),
-            "memory": f"{type(memory).__name__} {numbers}",
+            "memory": _by_numbers(self.make_memory()),
             "values": f"{self.values}, {self.rounding}",
             "mean": self.mean,
             "weights": str(self.weights),
@@ -175,7 +171,31 @@ def compare(transport: AllGather, description: dict[str, str] | None, refusal: E
         )
 
 
+def _densities(schedule: Schedule) -> str:
+    """Say what a schedule says, not how it is written: it may be any function, and may end with the job."""
+    said = {0: schedule(0)}
+    for step in (*range(1, 2_000), 10_000, 100_000):
+        try:
+            said[step] = schedule(step)
+        except Exception:
+            break
+    if len(set(said.values())) == 1:
+        return repr(said[0])
+    shown = {step: f"{said[step]:.6g}" for step in (0, 1, 10, 100, 1_000, 10_000) if step in said}
+    digest = hashlib.blake2b(repr(said).encode(), digest_size=4).hexdigest()
+    return f"{shown} by step (hash of {len(said)}: {digest})"
+
+
+def _by_numbers(value: object) -> str:
+    numbers = {
+        n: v for n, v in getattr(value, "__dict__", {}).items() if isinstance(v, bool | int | float | str)
+    }
+    return f"{type(value).__name__} {numbers}"
+
+
 def _text(value: object) -> str:
+    if type(value).__repr__ is object.__repr__:
+        return _by_numbers(value)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
 
 

@@ -46,6 +46,13 @@ def refuse(model: DistributedDataParallel, attach: bool = True) -> None:
             )
         if parameter.is_sparse or not parameter.numel():
             raise ValueError(f"{name} is sparse or empty; only dense parameters with entries are supported")
+    made = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    reduced = made.get("num_parameter_tensors", len(parameters))
+    if reduced != len(parameters):
+        raise ValueError(
+            f"DDP was made with {reduced} trainable parameters and there are {len(parameters)} now; freeze or thaw "
+            "layers before you wrap the model, or after you register the hook"
+        )
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         raise ValueError(

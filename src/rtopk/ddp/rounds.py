@@ -75,10 +75,14 @@ def take(state: "State", bucket: dist.GradBucket) -> "torch.futures.Future[Tenso
 
 
 def _views(state: "State", parameters: Iterable[Tensor], buffer: Tensor) -> dict[str, Tensor]:
-    """Split a bucket by parameter; each lies in it in the memory order of the parameter itself."""
+    """Split a bucket by parameter; each lies in it in the memory order of the parameter, if that has no gaps."""
     views, offset = {}, buffer.storage_offset()
     for parameter in parameters:
-        views[state.names[id(parameter)]] = buffer.as_strided(parameter.shape, parameter.stride(), offset)
+        shape, stride = parameter.shape, parameter.stride()
+        extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        if extent != parameter.numel():  # a slice of something larger: DDP lays it out plainly
+            stride = torch.empty(shape, device="meta").stride()
+        views[state.names[id(parameter)]] = buffer.as_strided(shape, stride, offset)
         offset += parameter.numel()
     return views
 

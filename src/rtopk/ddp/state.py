@@ -4,6 +4,7 @@ Everything is found by parameter, never by bucket: DDP rebuilds its buckets afte
 process begins with the first ones again.
 """
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +49,8 @@ class State:
         self.refusal = ""  # who was to blame, and why
         self.scaler = scaler
         self._scale = 1.0
-        self.model = model
+        # Weak: DDP owns this state, in C++ where no garbage collector looks, and a circle would never be freed.
+        self._model = weakref.ref(model)
         self.parameters = trainable(model)
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.layout = Layout.of(self.parameters.items(), options.dense)
@@ -122,9 +124,23 @@ class State:
         """The factor by which losses are multiplied now."""
         return self._scale if self.scaler is None else float(self.scaler.get_scale())
 
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The DDP model, for as long as somebody else holds it."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError(
+                "the DDP model of this state is gone; keep it: model = DistributedDataParallel(...)"
+            )
+        return model
+
     def owns(self, parameter: Tensor) -> bool:
         """Say whether a parameter is served by this state."""
         return id(parameter) in self.names
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "State":
+        """Return itself: a copy of a DDP model, for an average of weights, exchanges nothing and needs no copy."""
+        return self
 
     # -- what it cost
 
@@ -163,7 +179,10 @@ class State:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: tensors by parameter name, and numbers."""
+        """Return this rank's state: tensors by parameter name, and numbers.
+
+        After a round that was broken off (an error or Ctrl-C in backward) it is the state of before that round.
+        """
         memory: dict[str, dict[str, Tensor]] = {}
         for group in self.groups:
             for kind, tensors in group.state().items():
@@ -194,9 +213,12 @@ class State:
         """Continue from this rank's state; one that does not fit is refused and changes nothing."""
         flat = self.fit(state)
         for group, memory in zip(self.groups, flat, strict=True):
+            group.commit()  # a round that was broken off is over
             group.sparsifier.memory.load_state_dict(memory)
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         self.skipping, self.skips_in_a_row, self.round = False, 0, None
+        if self.used is not None:
+            self.used.clear()
 
     def save(self, directory: str | Path) -> Path:
         """Write this rank's file into a directory; every rank calls it."""
