@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rtopk.advise import Link, Machine, Workload, choose, predict, reference
 from rtopk.advise.choose import name
+from rtopk.advise.compare import compare, median_error
 from rtopk.advise.cost import HEADERS, _buckets
 from rtopk.advise.machine import Line, fit
 from rtopk.advise.model import workload
@@ -123,6 +125,15 @@ def test_fit_finds_the_costs_that_rows_were_made_from():
     assert machine.average["fp16"] == Line(pytest.approx(1.0), pytest.approx(300.0))
     assert machine.message_ms == 1.0
     assert Machine.from_json(json.loads(json.dumps(machine.as_json()))) == machine
+
+
+def test_its_word_against_the_measurements():
+    measured = json.loads((Path(__file__).parents[1] / "results" / "links.json").read_text())["rows"]
+    compared = compare(reference(), measured, cores=2)
+    assert len(compared) == len(measured) >= 30
+    assert median_error(compared) <= 0.20
+    half_as_fast = [replace(row, measured_ms=2 * row.measured_ms) for row in compared]
+    assert median_error(half_as_fast) > 0.20  # the table could have said no
 
 
 def test_dense_is_recommended_where_it_wins():

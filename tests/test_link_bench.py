@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rtopk.bench import hosts, rivals
 from rtopk.bench.fleet import Fleet, RankFailedError
 from rtopk.bench.link import METHODS, Cell, Plan, measure
+from rtopk.bench.link_picture import draw_measured
+from rtopk.bench.link_report import cells as sorted_cells
 from rtopk.bench.link_report import due_bytes, markdown
 from rtopk.bench.standin import StandIn
 from rtopk.seed import generator
@@ -78,6 +81,21 @@ def test_times_are_split(rows):
     ours = rows["rtopk"]
     assert 0 < ours.select_ms + ours.codec_ms + ours.exchange_ms < ours.step_ms
     assert "rtopk 1 % fp16" in markdown(list(rows.values()))
+
+
+def test_a_picture_needs_cells(rows, tmp_path):
+    picture = tmp_path / "links.png"
+    draw_measured(list(rows.values()), 2, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="with 5 nodes"):
+        draw_measured(list(rows.values()), 5, picture)
+
+
+def test_tables_are_in_the_usual_order(rows):
+    mixed = [replace(row, mbit=rate) for rate in (10.0, None, 100.0) for row in reversed(rows.values())]
+    cells = sorted_cells(mixed)
+    assert [cell[0].mbit for cell in cells] == [None, 100.0, 10.0]
+    assert [row.method for row in cells[0]] == [method for method, _, _ in FEW]
 
 
 def test_a_rank_that_dies_ends_the_run():

@@ -6,19 +6,7 @@ from pathlib import Path
 from rtopk.advise.choose import name
 from rtopk.advise.compare import Compared
 from rtopk.advise.simulate import Point
-
-COLOURS = {
-    "dense": "#9e9e9e",
-    "fp16": "#d9d2b0",
-    "powersgd-1": "#8e6bb8",
-    "powersgd-2": "#b79ad6",
-    "topk-allgather 1 %": "#f2b48a",
-    "topk-allgather 0.1 %": "#e07b39",
-    "rtopk 1 % fp16": "#a6d5f5",
-    "rtopk 1 % 4bit": "#62aee3",
-    "rtopk 0.1 % fp16": "#2e7fc0",
-    "rtopk 0.1 % 4bit": "#124e85",
-}
+from rtopk.bench.link_picture import COLOURS
 
 
 def draw_winners(points: Sequence[Point], path: Path) -> None:

@@ -21,6 +21,7 @@ def link(
     ),
     method: list[str] = typer.Option([], "--method", help="Only these methods; repeat."),
     out: Path | None = typer.Option(None, "--out", help="Keep the JSON here; what is there is not repeated."),
+    picture: Path | None = typer.Option(None, "--picture", help="PNG of step time over the rate."),
     show: Path | None = typer.Option(None, "--show", help="Print what --out kept; measure nothing."),
 ) -> None:
     """Measure every method on shaped links.
@@ -64,6 +65,10 @@ def link(
             rows += cell
             if out is not None:
                 out.write_text(json.dumps(bench.as_json(rows), indent=1) + "\n")
+    if picture is not None:
+        from rtopk.bench.link_picture import draw_measured
+
+        draw_measured(rows, plan.nodes[0], picture)
     if as_json:
         print(json.dumps(bench.as_json(rows)))
     elif markdown:
