@@ -164,7 +164,7 @@ def test_report_of_a_run_and_its_refusals(tmp_path):
 
 def test_demo_small(tmp_path):
     """Every row of the demo, short: all files there, all bytes measured, a second call runs nothing again."""
-    options = ["demo", "--seeds", "1", "--rounds", "60", "--out", tmp_path]
+    options = ["demo", "--seeds", "1", "--rounds", "60", "--tensorboard", "--out", tmp_path]
     first = rtopk(*options)
     assert first.returncode == 0, first.stderr
     assert "distributed setting" in first.stdout
@@ -172,6 +172,8 @@ def test_demo_small(tmp_path):
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert len(lines) == 10
     assert (tmp_path / "accuracy-against-bytes.png").read_bytes()[:4] == b"\x89PNG"
+    assert "plotly.js (basic" in (tmp_path / "report.html").read_text()
+    assert len(list(tmp_path.glob("runs/*/tensorboard/events*"))) == 10
     rows = json.loads(rtopk(*options, "--json").stdout)["rows"]
     assert (tmp_path / "results.jsonl").read_text().splitlines() == lines
     assert {(row["setting"], row["method"], row["density"]) for row in rows} == {

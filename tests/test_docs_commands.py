@@ -107,6 +107,7 @@ def folder(tmp_path, monkeypatch):
     results.parent.mkdir(parents=True)
     results.write_text("".join(json.dumps(record) + "\n" for record in a_table(seeds=2)))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RTOPK_TENSORBOARD", "0")  # a command that sets it does so for its own process
     return tmp_path
 
 

@@ -1,5 +1,6 @@
 """`rtopk demo`."""
 
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -28,9 +29,12 @@ def demo(
     from rtopk.experiments.records import write_atomically
     from rtopk.experiments.runner import run_all
     from rtopk.experiments.summary import summarise
+    from rtopk.experiments.tensorboard import VARIABLE
     from rtopk.report.inputs import Inputs
     from rtopk.report.page import Page
 
+    if tensorboard:
+        os.environ[VARIABLE] = "1"  # the workers inherit it
     results = out / "results.jsonl"
     if fresh:
         results.unlink(missing_ok=True)
@@ -38,7 +42,7 @@ def demo(
     configs = experiment.configs(seeds, rounds)
     names = [f"{c.setting:11} {c.method:8} {'' if c.method == 'dense' else c.density}" for c in configs]
     with runs_progress(configs, names) as on_progress:
-        records = run_all(configs, results, out / "runs", jobs, on_progress, tensorboard)
+        records = run_all(configs, results, out / "runs", jobs, on_progress)
     rows = summarise(records)
     picture = out / "accuracy-against-bytes.png"
     score_against_bytes(records, picture)

@@ -1,6 +1,7 @@
 """`rtopk train`: one run of any task, method and setting."""
 
 import dataclasses
+import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -9,6 +10,7 @@ from typing import Any
 import typer
 
 from rtopk.experiments.config import METHODS, Config
+from rtopk.experiments.tensorboard import VARIABLE
 
 _DEFAULT = Config()
 
@@ -61,16 +63,17 @@ def train(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     folder = out or Path("runs") / f"train-{config.key}"
-    _run(config, folder, resume, threads, tensorboard, as_json)
+    if tensorboard:
+        os.environ[VARIABLE] = "1"
+    _run(config, folder, resume, threads, as_json)
 
 
-def _run(config: Config, folder: Path, resume: bool, threads: int, tensorboard: bool, as_json: bool) -> None:
+def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool) -> None:
     import torch
 
     from rtopk.cli.show import console, errors, make_progress, print_json
     from rtopk.experiments.execute import Interrupted, execute
     from rtopk.experiments.processes import leads
-    from rtopk.experiments.tensorboard import EventFile
 
     torch.set_num_threads(threads)
     asked: list[int] = []
@@ -91,7 +94,6 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, tensorboard: 
                 resume=resume,
                 on_round=lambda run: progress.update(bar, completed=run.round),
                 should_stop=lambda: bool(asked),
-                on_point=EventFile(folder / "tensorboard") if tensorboard and leads() else lambda point: None,
             )
     except Interrupted as stopped:
         errors.print(f"{stopped}; go on with --resume --out {folder}")

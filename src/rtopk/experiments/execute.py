@@ -19,6 +19,7 @@ from rtopk.experiments.command import command
 from rtopk.experiments.config import Config
 from rtopk.experiments.processes import ProcessRun, launched
 from rtopk.experiments.records import Record, append, digest, environment, write_atomically
+from rtopk.experiments.tensorboard import event_file
 from rtopk.experiments.train import Run
 
 CHECKPOINT_SECONDS = 30.0
@@ -36,7 +37,6 @@ def execute(
     resume: bool = False,
     on_round: Callable[[Run], None] = lambda run: None,
     should_stop: Callable[[], bool] = lambda: False,
-    on_point: Callable[[Point], None] = lambda point: None,
 ) -> Record:
     """Train to the last round and return the record."""
     if folder is not None and resume and (folder / "record.json").exists():
@@ -56,6 +56,7 @@ def execute(
     if folder is not None and run.leads:  # events after the checkpoint will be lived through again
         write_atomically(folder / "run.json", json.dumps(_head(run)).encode())
         write_atomically(folder / "events.jsonl", "".join(json.dumps(p) + "\n" for p in curve).encode())
+    log = event_file(folder if run.leads else None)
     started = saved = time.monotonic()
     while run.round < config.rounds:
         run.advance()
@@ -64,7 +65,7 @@ def execute(
             curve.append(_point(run, seconds + now - started))
             if folder is not None and run.leads:
                 append(folder / "events.jsonl", curve[-1])
-            on_point(curve[-1])
+            log(curve[-1])
         on_round(run)
         stop, late = run.anyone(should_stop(), now - saved > CHECKPOINT_SECONDS)
         if folder is not None and (stop or late):

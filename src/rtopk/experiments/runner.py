@@ -19,7 +19,6 @@ import torch
 from rtopk.experiments.config import Config
 from rtopk.experiments.execute import execute
 from rtopk.experiments.records import Record, append, read
-from rtopk.experiments.tensorboard import EventFile
 from rtopk.experiments.train import Run
 
 Progress = Callable[[str, int], None]  # key of a run, rounds it has done
@@ -32,7 +31,6 @@ def run_all(
     folder: Path,
     jobs: int,
     on_progress: Progress,
-    tensorboard: bool = False,
 ) -> list[Record]:
     """Run every configuration that has no record in `results`; return the records of all, in order.
 
@@ -47,7 +45,7 @@ def run_all(
             on_progress(config.key, config.rounds)
     missing = [config for config in configs if config.key not in done]
     if missing:
-        _run(missing, results, folder, jobs, on_progress, done, tensorboard)
+        _run(missing, results, folder, jobs, on_progress, done)
     return [done[config.key] for config in configs]
 
 
@@ -58,12 +56,11 @@ def _run(
     jobs: int,
     on_progress: Progress,
     done: dict[str, Record],
-    tensorboard: bool,
 ) -> None:
     context = multiprocessing.get_context("spawn")  # a forked torch may hang in its thread pool
     stop, reports = context.Event(), context.SimpleQueue()
     with ProcessPoolExecutor(jobs, context, _start_worker, (stop, reports)) as pool:
-        pending: set[Future[Record]] = {pool.submit(_work, c, folder / c.key, tensorboard) for c in configs}
+        pending: set[Future[Record]] = {pool.submit(_work, c, folder / c.key) for c in configs}
         try:
             while pending:
                 finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -108,7 +105,7 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _work(config: Config, folder: Path, tensorboard: bool) -> Record:
+def _work(config: Config, folder: Path) -> Record:
     def report(run: Run) -> None:
         if run.round % REPORT_EVERY == 0:
             _reports.put((config.key, run.round))
@@ -116,8 +113,7 @@ def _work(config: Config, folder: Path, tensorboard: bool) -> Record:
     def should_stop() -> bool:
         return _stop.is_set() or _alone.is_set()
 
-    log = EventFile(folder / "tensorboard") if tensorboard else lambda point: None
     with _busy:
         if _alone.is_set():  # the next task of a queue that nobody reads any more
             os._exit(1)
-        return execute(config, folder, resume=True, on_round=report, should_stop=should_stop, on_point=log)
+        return execute(config, folder, resume=True, on_round=report, should_stop=should_stop)

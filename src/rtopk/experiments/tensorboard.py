@@ -1,9 +1,22 @@
-"""The points of a run as TensorBoard event files, for those who have the tensorboard package."""
+"""The points of a run as TensorBoard event files, for those who have the tensorboard package.
 
-from collections.abc import Mapping
+`$RTOPK_TENSORBOARD` asks for them, so that it reaches the workers of every command that runs many.
+"""
+
+import os
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+VARIABLE = "RTOPK_TENSORBOARD"
+
+
+def event_file(folder: Path | None) -> Callable[[Mapping[str, Any]], None]:
+    """Return what logs the points of a run in this folder: nothing, unless it was asked for."""
+    if folder is None or os.environ.get(VARIABLE, "0") in ("", "0"):
+        return lambda point: None
+    return EventFile(folder / "tensorboard")
 
 
 class EventFile:
