@@ -103,6 +103,14 @@ def test_a_useless_floor_holds_little_more_than_r():
     assert 1000 <= len(found) <= 1334 + 128
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_risen_bound_lets_the_next_float_pass(dtype):
+    vector = torch.ones(3_000_000 if dtype == torch.float64 else 20_000, dtype=dtype)
+    vector[-5] = torch.nextafter(vector[0], 2 * vector[0])
+    picked = kernels.pick(kernels.scan(vector, Search(0.0, 1)), 1, kernels.every_bit(1), 1)
+    assert picked.positions.tolist() == [vector.numel() - 5]
+
+
 def test_many_equal_candidates_are_cut_exactly():
     """So many ties at the r-th magnitude that the window overflows and the histogram decides."""
     values = torch.randint(1, 4, (50_000,), generator=generator(4)).float()
