@@ -29,7 +29,12 @@ def measure_extras(quick: bool) -> Extras:
     return Extras(
         {density: peak_memory(density=density) for density in DENSITIES if density == 0.001 or not quick},
         {density: second_scans(steps, density) for density in DENSITIES},
-        {(threads, density): breakdown(threads, density) for threads in (1, 2) for density in DENSITIES},
+        {
+            (threads, density): breakdown(threads, density)
+            for threads in (1, 2)
+            for density in DENSITIES
+            if not quick
+        },
     )
 
 

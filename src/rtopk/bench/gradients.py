@@ -113,7 +113,7 @@ def _images(data_dir: Path | None) -> tuple[str, Tensor, Tensor]:
     return "digits, enlarged", (images - 8.0) / 8.0, torch.from_numpy(digits.target)
 
 
-def _image_batches(images: Tensor, labels: Tensor, seed: int, size: int = 8) -> Iterator[Batch]:
+def _image_batches(images: Tensor, labels: Tensor, seed: int, size: int = 4) -> Iterator[Batch]:
     rng = generator(seed, "batches")
     while True:
         chosen = torch.randint(len(images), (size,), generator=rng)
