@@ -135,6 +135,16 @@ def test_what_is_wrong_is_said(offset, code, value, message):
         Codec().decode(payload, size=2000, entries=60)
 
 
+@pytest.mark.parametrize("pattern", range(0x7C00, 0x8000, 37))
+@pytest.mark.parametrize("exponent", [0, 5])
+def test_no_float16_that_is_not_finite_passes_or_warns(pattern, exponent):
+    """Signalling NaN among them, which make numpy warn when they are multiplied."""
+    data = bytearray(payload_of(form="fp16").numpy().tobytes())
+    struct.pack_into("<hH", data, 40, exponent, pattern)
+    with pytest.raises(PayloadError, match="finite"):
+        Codec().decode(reseal(torch.frombuffer(data, dtype=torch.uint8)), size=2000, entries=60)
+
+
 @pytest.mark.parametrize("payload", [torch.zeros(50), torch.zeros(5, 10, dtype=torch.uint8), b"rTpk", None])
 def test_what_is_not_a_payload_at_all(payload):
     with pytest.raises(PayloadError, match="1-D uint8"):
