@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels
+from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels, simd
 from rtopk.bench.compress import Fused
 from rtopk.bench.gradients import synthetic
 from rtopk.kernels import Search
@@ -116,6 +116,22 @@ def test_many_equal_candidates_are_cut_exactly():
     values = torch.randint(1, 4, (50_000,), generator=generator(4)).float()
     for r in (1, 10_000, 33_333, 49_999):
         assert kernels.largest(values, r).tolist() == slow_largest(values, r)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_bits_are_deposited_with_and_without_the_instruction(bits, mask):
+    places = [i for i in range(64) if mask >> i & 1]
+    expected = sum((bits >> n & 1) << place for n, place in enumerate(places))
+    lowest = np.uint64(bits & ((1 << len(places)) - 1))  # by steps, bits beyond the mask are not dropped
+    assert int(deposited(lowest, np.uint64(mask))) == expected
+    with np.errstate(over="ignore"):
+        assert int(simd.deposit_by_steps(lowest, np.uint64(mask))) == expected
+
+
+@simd.compiled
+def deposited(bits, mask):
+    return simd.deposit(bits, mask)
 
 
 MEMORIES = {

@@ -22,9 +22,9 @@ from rtopk import (
 )
 
 
-def with_replacement(candidates, r, words, k):
+def with_replacement(candidates, r, words, k, *rest):
     """Pick positions that repeat."""
-    picked = ORIGINAL_PICK(candidates, r, words, k)
+    picked = ORIGINAL_PICK(candidates, r, words, k, *rest)
     return picked._replace(positions=picked.positions[torch.arange(k) // 2])
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rtopk import RandomK, RTopK, TopK, random_k, rtop_k, top_k
+from rtopk import RandomK, RTopK, Sparsifier, TopK, random_k, rtop_k, top_k
 from rtopk.seed import generator
-from rtopk.select import draw
+from rtopk.select import Tracker, draw
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -105,6 +105,30 @@ def test_rtop_k_selector_caps_r_and_takes_it_either_way():
     assert torch.equal(
         RTopK(r_over_k=1).select(vector, 30, generator(6)), TopK().select(vector, 30, generator(6))
     )
+
+
+class FirstK(TopK):
+    """A rule of the user's own, on top of one of ours."""
+
+    def select(self, vector, k, rng):
+        return torch.arange(k)
+
+
+class TwiceK(TopK):
+    """Another r, the same way to select."""
+
+    def considered(self, k, d):
+        return 2 * k
+
+
+def test_a_selector_of_the_users_own_is_asked():
+    """In every step: from the second on there is a guess, and the pass looks for the largest."""
+    first, twice = Sparsifier(FirstK(), 0.01), Tracker(TwiceK())
+    for step in range(3):
+        payload = first.compress(torch.arange(1000.0), step)
+        assert first.codec.decode(payload).indices.tolist() == list(range(10))
+        drawn = twice.select(torch.arange(1000.0), 10, generator(step)).indices
+        assert torch.equal(drawn, rtop_k(torch.arange(1000.0), 10, 20, generator(step)))
 
 
 @pytest.mark.parametrize("options", [{}, {"r_over_k": 2, "nodes": 2}, {"r_over_k": 0.5}, {"nodes": 0}])

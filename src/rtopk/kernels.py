@@ -102,7 +102,8 @@ def zeros(like: Tensor) -> Tensor:
     """Make the memory of a gradient: zeros; half precision is accumulated in fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     if like.device.type == "cpu" and dtype == torch.float32:
-        # From numpy: torch's own threads, which would fill it, hang in a forked child.
+        # From numpy: torch's own threads, which would fill it, hang in a forked child. And where the system lets
+        # programs ask for them, numpy's memory has huge pages, which are read faster.
         return torch.from_numpy(np.zeros(like.numel(), np.float32))
     return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
@@ -205,29 +206,36 @@ def sampled_floor(vector: Tensor, r: int) -> float:
     return float(sample.abs().kthvalue(sample.numel() - rank + 1).values)
 
 
-def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
-    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
+def pick(
+    candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int, vector: Tensor | None = None
+) -> Picked:
+    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`.
+
+    A function that returns the words is called beside the search for the r-th magnitude. If the vector is
+    given, the picked entries are fetched, because they will soon be taken out of it.
+    """
     if len(candidates) < r:
         raise ValueError(f"need at least r={r} candidates, got {len(candidates)}")
     if not all(compilable(values) for _, values in candidates.parts):
         positions, values = (torch.cat(column) for column in zip(*candidates.parts, strict=True))
         best = twin.largest_of(values, r)
-        ranks = set_bits(words, k).to(values.device)
+        ranks = set_bits(words() if callable(words) else words, k).to(values.device)
         return Picked(positions[best[ranks]], values[best[ranks]], float(values[best].abs().min()))
     from rtopk import loops
 
     parts = [(positions.numpy(), values.numpy()) for positions, values in candidates.parts]
-    threshold, ties = _rth([values for _, values in parts], r, int(_key(candidates.floor)))
+    search = partial(_rth, [values for _, values in parts], r, int(_key(candidates.floor)))
+    drawing: list[Callable[[], Any]] = [search, words if callable(words) else lambda: words]
+    cut, bits = together(drawing, len(candidates))
     out = np.empty(k, np.int64), np.empty(k, np.float32)
-    tasks, rank = [], 0
-    for at, value in parts:
-        count = loops.ones_before(words, rank)
-        tasks.append(partial(loops.pick, at, value, threshold, ties, words, rank, *out, count))
-        if len(parts) > 1:
-            above, tied = loops.tally(value, threshold)
-            rank, ties = rank + above + min(tied, ties), ties - min(tied, ties)
-    together(tasks)
-    magnitude = float(np.int32(threshold).view(np.float32))
+    near = _array(vector) if vector is not None and compilable(vector) else out[1]
+    tasks, rank, ties = [], 0, cut.ties
+    for (at, value), (above, tied) in zip(parts, cut.counts, strict=True):
+        count = loops.ones_before(bits, rank)
+        tasks.append(partial(loops.pick, at, value, cut.key, ties, bits, rank, *out, count, near))
+        rank, ties = rank + above + min(tied, ties), ties - min(tied, ties)
+    together(tasks, len(candidates))
+    magnitude = float(np.int32(cut.key).view(np.float32))
     return Picked(torch.from_numpy(out[0]), torch.from_numpy(out[1]), magnitude)
 
 
@@ -307,9 +315,13 @@ def _collect(loop: Callable[..., Any], d: int, search: Search, scratch: Scratch)
 
 
 def _without_search(loop: Callable[..., Any], cuts: list[tuple[int, int]]) -> None:
-    """Run the pass with a bound that no finite entry reaches, and no room for any."""
-    nothing = np.int32(0x7FFFFFFF), _NOWHERE, _NOWHERE.view(np.float32), -128
-    together([partial(loop, begin, end, *nothing) for begin, end in cuts])
+    """Run the pass with a bound that no finite entry reaches."""
+    from rtopk import loops
+
+    def nothing() -> tuple[Any, ...]:  # the loops write before they look
+        return np.int32(0x7FFFFFFF), np.empty(loops.SPARE, np.int32), np.empty(loops.SPARE, np.float32), 0
+
+    together([partial(loop, begin, end, *nothing()) for begin, end in cuts])
 
 
 def _part(
@@ -334,9 +346,9 @@ def _part(
             positions = _grown(positions, count, room)  # one after the other: three arrays, not four
             values = _grown(values, count, room)
         else:
-            threshold, ties = _rth([values[:count]], wanted, int(bound))
-            count = loops.keep(positions[:count], values[:count], threshold, ties)
-            bound = np.int32(threshold + 1)  # a later tie loses against an earlier one
+            cut = _rth([values[:count]], wanted, int(bound))
+            count = loops.keep(positions[:count], values[:count], cut.key, cut.ties)
+            bound = np.int32(cut.key + 1)  # a later tie loses against an earlier one
 
 
 def _grown(array: Any, count: int, room: int) -> Any:
@@ -345,12 +357,21 @@ def _grown(array: Any, count: int, room: int) -> Any:
     return larger
 
 
-def _rth(parts: list[Any], r: int, low: int) -> tuple[int, int]:
-    """Return the r-th largest key, none being below `low`, and how many of its ties belong to the r."""
+class _Cut(NamedTuple):
+    """Where the r largest end."""
+
+    key: int  # of the r-th
+    ties: int  # how many of the entries with that key belong to the r
+    counts: list[tuple[int, int]]  # of each part: keys above that one, and keys equal to it
+
+
+def _rth(parts: list[Any], r: int, low: int) -> _Cut:
+    """Find the r-th largest key; none is below `low`."""
     from rtopk import loops
 
     total = sum(part.size for part in parts)
-    step = -(-total // 2048)
+    # A sample of n leaves about 4 total / sqrt(n) keys to look at: the sum of both is least near this n.
+    step = max(1, min(total // 2048, round(0.6 * total ** (1 / 3))))
     sample = np.concatenate([part[::step].view(np.int32) for part in parts]) & 0x7FFFFFFF
     # The r-th of all is most likely near the same place of the sample: look only at keys between two others.
     expected, spread = (total - r) / step, math.ceil(2.0 * math.sqrt(sample.size) + 2.0)
@@ -358,24 +379,28 @@ def _rth(parts: list[Any], r: int, low: int) -> tuple[int, int]:
     sample.partition(places)
     least = int(sample[places[0]]) if step > 1 and places[0] > 0 else low
     most = int(sample[places[1]]) + 1 if step > 1 and places[1] < sample.size - 1 else 0x7FFFFFFF
-    inside = [np.empty(part.size // (8 if step > 1 else 1) + loops.SPARE + 1, np.int32) for part in parts]
-    found = together(
-        [
-            partial(loops.window, part, np.int32(least), np.int32(most), out)
-            for part, out in zip(parts, inside, strict=True)
+    inside, over = [], []
+    for part in parts:
+        room = np.empty(part.size // (8 if step > 1 else 1) + loops.SPARE + 1, np.int32)
+        above, count = loops.window(part, np.int32(least), np.int32(most), room)
+        if count == room.size:
+            break
+        over.append(above)
+        inside.append(room[:count])
+    beyond, held = sum(over), sum(keys.size for keys in inside)
+    hit = len(inside) == len(parts) and beyond < r <= beyond + held
+    near, beyond = (np.concatenate(inside), beyond) if hit else _rth_bin(parts, r)
+    place = near.size - (r - beyond)
+    near.partition(place)
+    key = int(near[place])
+    if hit:
+        counts = [
+            (above + int((keys > key).sum()), int((keys == key).sum()))
+            for above, keys in zip(over, inside, strict=True)
         ]
-    )
-    over, held = sum(n for n, _ in found), sum(count for _, count in found)
-    if (
-        all(count < out.size for (_, count), out in zip(found, inside, strict=True))
-        and over < r <= over + held
-    ):
-        near = np.concatenate([out[:count] for out, (_, count) in zip(inside, found, strict=True)])
     else:
-        near, over = _rth_bin(parts, r)
-    place = near.size - (r - over)
-    threshold = int(np.partition(near, place)[place])
-    return threshold, r - over - int((near > threshold).sum())
+        counts = [loops.tally(part, key) for part in parts]
+    return _Cut(key, r - sum(above for above, _ in counts), counts)
 
 
 def _rth_bin(parts: list[Any], r: int) -> tuple[Any, int]:

@@ -305,7 +305,13 @@ def _fit(state: Mapping[str, Tensor], names: tuple[str, ...], current: Tensor | 
         if tensor.dim() != 1 or sizes[name] != expected:
             raise ValueError(f"{name} must have shape {expected}, got {sizes[name]}")
         require_finite(tensor, name)
-    return {name: tensor.clone() for name, tensor in state.items()}
+    return {name: _copy(tensor) for name, tensor in state.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Copy to memory as `kernels.zeros` gives it, where it gives the same kind of tensor."""
+    copy = kernels.zeros(tensor)
+    return copy.copy_(tensor) if copy.dtype == tensor.dtype else tensor.clone()
 
 
 def clip(vector: Tensor, limit: float) -> Tensor:

@@ -7,7 +7,8 @@ generator it is handed and never from torch's global one.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,11 +63,7 @@ def draw(r: int, k: int, rng: torch.Generator) -> Tensor:
     """
     if r > FEW * k:
         return kernels.draw_few(r, k, _seed(rng)).to(rng.device)
-    return kernels.set_bits(_draw_words(r, k, rng), k).to(rng.device)
-
-
-def _draw_words(r: int, k: int, rng: torch.Generator) -> Any:
-    return kernels.draw_words(r, k, _seed(rng))
+    return kernels.set_bits(kernels.draw_words(r, k, _seed(rng)), k).to(rng.device)
 
 
 def _seed(rng: torch.Generator) -> int:
@@ -82,7 +79,7 @@ def _choose(
         return kernels.Picked(positions, vector[positions], 0.0)
     if candidates is None or len(candidates) < r:
         candidates = kernels.search_largest(vector, r)
-    return kernels.pick(candidates, r, _draw_words(r, k, rng), k)
+    return kernels.pick(candidates, r, partial(kernels.draw_words, r, k, _seed(rng)), k, vector)
 
 
 class Selector(Protocol):
@@ -150,12 +147,15 @@ class RTopK:
         return rtop_k(vector, k, self.considered(k, vector.numel()), rng)
 
 
+_BY_RULE = (TopK.select, RandomK.select, RTopK.select)
+
+
 class Tracker:
     """Select from one vector, step after step, guessing how large its r-th entry will be.
 
     The guess lets the memory find the candidates in its own pass. It decides how long a step takes and never
-    what is selected, so it is in no state. A selector that does not draw from the r largest (one without
-    `considered`) is asked as it is.
+    what is selected, so it is in no state. A selector with a `select` of its own, subclasses among them, is
+    asked as it is.
     """
 
     def __init__(self, selector: Selector) -> None:
@@ -192,8 +192,10 @@ class Tracker:
         return SparseVector(picked.positions, picked.values, vector.numel())
 
     def _considered(self, k: int, d: int) -> int | None:
-        rule = getattr(self.selector, "considered", None)
-        return None if rule is None else int(rule(k, d))
+        """Return r if the selector selects by this file's rule; a `select` of its own is asked instead."""
+        if getattr(self.selector.select, "__func__", None) not in _BY_RULE:
+            return None
+        return int(self.selector.considered(k, d))  # type: ignore[attr-defined]
 
     def _learn(self, magnitude: float, r: int) -> None:
         """Remember the magnitude; the worst shortfall of late, slowly forgotten, says how low to guess next."""

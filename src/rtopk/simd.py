@@ -16,7 +16,9 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
-from llvmlite import ir  # type: ignore[import-untyped]
+import numpy as np
+from llvmlite import binding as llvm  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -157,6 +159,49 @@ def _momentum(
     return signature, emit
 
 
+def _prefetch(typing: Any, vector: Any, index: Any) -> Any:
+    """Fetch the line of the cache that holds an entry; one outside the vector is no error."""
+
+    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
+        fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+        numbers = [ir.Constant(_INT, n) for n in (0, 3, 1)]  # to read, keep near, data
+        b.call(fetch, [_at(ctx, b, vector, args[0], args[1], ir.IntType(8)), *numbers])
+        return ctx.get_dummy_value()
+
+    return types.void(vector, types.intp), emit
+
+
+def _deposit(typing: Any, bits: Any, mask: Any) -> Any:
+    """Move the lowest bits to the places of the mask's set bits, in order: one instruction of x86."""
+
+    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word, word])
+        deposit = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.bmi.pdep.64")  # type: ignore[no-untyped-call]
+        return b.call(deposit, args)
+
+    return types.uint64(types.uint64, types.uint64), emit
+
+
+def deposit_by_steps(bits: Any, mask: Any) -> Any:
+    """Do the same on any machine: make room for each zero of the mask, the lowest first."""
+    one = np.uint64(1)
+    without = ~mask
+    while without:
+        below = (without & (~without + one)) - one
+        bits = (bits & below) | ((bits & ~below) << one)
+        without &= without - one
+    return bits
+
+
+def _has_deposit() -> bool:
+    """Say whether code is compiled for this very machine, and it has the instruction."""
+    generic = numba.config.CPU_NAME or numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+    return not generic and llvm.get_host_cpu_features().get("bmi2", False)
+
+
 def _lowest(typing: Any, word: Any) -> Any:
     """Return the position of the lowest set bit, 64 if there is none."""
 
@@ -191,6 +236,8 @@ scan_group: Any = intrinsic(_scan)
 peak_group: Any = intrinsic(_peak)
 add_group: Any = intrinsic(_add)
 momentum_group: Any = intrinsic(_momentum)
+prefetch: Any = intrinsic(_prefetch)
+deposit: Any = intrinsic(_deposit) if _has_deposit() else inlined(deposit_by_steps)
 lowest: Any = intrinsic(_lowest)
 ones: Any = intrinsic(_ones)
 high: Any = intrinsic(_high)

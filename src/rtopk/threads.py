@@ -1,15 +1,20 @@
-"""Share work between as many threads as torch uses.
+"""Share work between as many threads as torch uses, if possible between the very same ones.
 
-A plain pool: numba's own threads do not survive a fork and allow one caller at a time. A forked child makes
-its own pool; several callers share one, and no task waits for another.
+After every parallel operation torch's own threads wait for the next one in a busy loop, for some milliseconds.
+Threads of our own would have to share the cores with them just then, right after the backward pass; so where
+torch runs on libgomp, work is handed to libgomp too. Elsewhere, and in a forked child, where libgomp's threads
+are gone and would be waited for forever, a plain pool does it. Both allow several callers at once.
 """
 
+import ctypes
+import functools
 import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,20 +23,22 @@ R = TypeVar("R")
 MOST = 8  # more threads than this do not move memory faster
 INLINE = 1 << 18  # below this many entries, waking a thread costs more than it saves
 
+_Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
+_forked = False
 
 
-def together(tasks: Sequence[Callable[[], R]]) -> list[R]:
-    """Run tasks at the same time, the first one in this thread; return their results in order."""
-    if len(tasks) == 1:
-        return [tasks[0]()]
-    futures = [_executor().submit(task) for task in tasks[1:]]
-    try:
-        first = tasks[0]()
-    finally:
-        rest = [future.result() for future in futures]
-    return [first, *rest]
+def together(tasks: Sequence[Callable[[], R]], size: int = INLINE) -> list[R]:
+    """Run tasks at the same time, one of them in this thread; return their results in order.
+
+    Tasks that have fewer than `INLINE` entries to look at between them run one after the other, and so do all
+    if torch uses one thread.
+    """
+    if len(tasks) == 1 or size < INLINE or torch.get_num_threads() == 1:
+        return [task() for task in tasks]
+    parallel = None if _forked else _libgomp()
+    return _in_pool(tasks) if parallel is None else _in_region(parallel, tasks)
 
 
 def ranges(size: int, multiple: int, inline: int = INLINE) -> list[tuple[int, int]]:
@@ -39,6 +46,49 @@ def ranges(size: int, multiple: int, inline: int = INLINE) -> list[tuple[int, in
     count = 1 if size < inline else max(1, min(torch.get_num_threads(), MOST))
     cuts = [size * i // count // multiple * multiple for i in range(count)] + [size]
     return list(itertools.pairwise(cuts))
+
+
+def _in_region(parallel: Any, tasks: Sequence[Callable[[], R]]) -> list[R]:
+    """Run tasks in a parallel region of libgomp; however many threads it gives us, they take all tasks."""
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
+    left = iter(enumerate(tasks))
+
+    def work(_: Any) -> None:
+        try:
+            while (mine := next(left, None)) is not None:
+                results[mine[0]] = mine[1]()
+        except BaseException as error:  # must not pass through C
+            errors.append(error)
+
+    region = _Region(work)
+    parallel(region, None, len(tasks), 0)
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(tasks))]
+
+
+@functools.cache
+def _libgomp() -> Any:
+    """Return GOMP_parallel of the libgomp that torch has loaded, or None."""
+    try:
+        loaded = Path("/proc/self/maps").read_text().split()
+        path = next(word for word in loaded if "libgomp" in word and "torch" in word)
+        parallel = ctypes.CDLL(path).GOMP_parallel
+    except (OSError, StopIteration, AttributeError):
+        return None
+    parallel.argtypes = [_Region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
+
+
+def _in_pool(tasks: Sequence[Callable[[], R]]) -> list[R]:
+    futures = [_executor().submit(task) for task in tasks[1:]]
+    try:
+        first = tasks[0]()
+    finally:
+        rest = [future.result() for future in futures]
+    return [first, *rest]
 
 
 def _executor() -> ThreadPoolExecutor:
@@ -49,9 +99,9 @@ def _executor() -> ThreadPoolExecutor:
         return _pool
 
 
-def _forget() -> None:
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+def _after_fork() -> None:
+    global _pool, _lock, _forked
+    _pool, _lock, _forked = None, threading.Lock(), True
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_after_fork)

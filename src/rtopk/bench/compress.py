@@ -55,11 +55,11 @@ class Plan:
     densities: tuple[float, ...] = DENSITIES
     threads: tuple[int, ...] = (1, 2)
     repetitions: int = 25
-    rivals_every: int = 5  # rivals take long: they run in every n-th repetition
+    rivals_every: int = 10  # rivals take long: they run in every n-th repetition
     data_dir: Path | None = None
 
 
-QUICK = Plan(sizes=(11_200_000,), repetitions=11, rivals_every=8)
+QUICK = Plan(sizes=(11_200_000,), repetitions=9, rivals_every=9)
 
 
 class Method(Protocol):
@@ -241,12 +241,12 @@ def bars(rows: list[Row]) -> list[Bar]:
     return found
 
 
-def breakdown(threads: int, density: float, d: int = 11_200_000, repetitions: int = 11) -> dict[str, float]:
+def breakdown(gradients: Gradients, threads: int, density: float, repetitions: int = 11) -> dict[str, float]:
     """Say where a step spends its time, each part as the median of its ratios to the floor.
 
     The check is what `add` does first; here it is timed by itself, and taken off the time of `add`.
     """
-    gradients, flush = synthetic(d, 1), torch.zeros(32_000_000)
+    d, flush = gradients.size, torch.zeros(32_000_000)
     floor, method = Floor(d, 0), Fused(d, round(density * d))
     ratios: dict[str, list[float]] = {"check": [], "pass": [], "select": [], "subtract": []}
     before = torch.get_num_threads()
@@ -278,13 +278,13 @@ def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def peak_memory(d: int = 11_200_000, density: float = 0.001) -> float:
+def peak_memory(gradients: Gradients, density: float = 0.001) -> float:
     """Return the extra memory of a step at its peak, as a share of the vector.
 
     Extra is all but gradient and residual, the arrays that are kept for the next step included. Every array
     of the step is made by numpy, which reports to tracemalloc.
     """
-    gradients = synthetic(d, 3)
+    d = gradients.size
     warm = Fused(100_000, 100)  # compiles the loops
     for step in range(3):
         warm.step(gradients.vectors[step][:100_000], step)

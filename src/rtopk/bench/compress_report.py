@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rtopk.bench.compress import DENSITIES, Bar, Row, bars, breakdown, peak_memory, second_scans
+from rtopk.bench.gradients import synthetic
 
 Measured = list[tuple[str, list[Row]]]  # what the gradients are, and their rows
 HEAD = ("gradients", "d", "density", "threads", "floor ms", "rtopk ms", "rtopk", "dgc", "topk")
@@ -25,12 +26,13 @@ class Extras:
 
 def measure_extras(quick: bool) -> Extras:
     """Measure peak memory and the share of second scans."""
+    gradients = synthetic(11_200_000, 3)
     steps = 300 if quick else 2000
     return Extras(
-        {density: peak_memory(density=density) for density in DENSITIES if density == 0.001 or not quick},
+        {density: peak_memory(gradients, density) for density in DENSITIES if density == 0.001 or not quick},
         {density: second_scans(steps, density) for density in DENSITIES},
         {
-            (threads, density): breakdown(threads, density)
+            (threads, density): breakdown(gradients, threads, density)
             for threads in (1, 2)
             for density in DENSITIES
             if not quick

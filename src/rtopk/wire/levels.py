@@ -32,6 +32,7 @@ def _fit(
     patterns: Array,
     sizes: Array,
     smallest: float,
+    low: Num,
     top: Num,
     counts: Array,
     sums: Array,
@@ -45,23 +46,26 @@ def _fit(
     (count x width²)**(1/3), Panter and Dite's density of levels; then five steps of Lloyd.
     """
     wanted, floor = len(levels), int64(top >> uint32(19)) - (_BINS - 1)
-    counts[:] = 0.0
-    sums[:] = 0.0
+    lowest = max(int64(0), int64(low >> uint32(19)) - floor)  # bins below are empty
+    counts[0] = sums[0] = 0.0
+    counts[lowest:] = 0.0
+    sums[lowest:] = 0.0
     for i in range(len(sizes)):
         b = max(int64(0), int64(patterns[i] >> uint32(19)) - floor)
         counts[b + 1] += 1.0
         sums[b + 1] += sizes[i]
     total = 0.0
-    for b in range(_BINS):
+    for b in range(lowest, _BINS):
         total += _COUNT_ROOT[int(counts[b + 1])] * _WIDTH_ROOT[b]
-    reached, cell = 0.0, 0
+    reached, cell, goal = 0.0, 0, total / wanted
     cuts = np.empty(wanted + 1, np.int64)
     cuts[0], cuts[wanted] = 0, _BINS
-    for b in range(_BINS):
+    for b in range(lowest, _BINS):
         reached += _COUNT_ROOT[int(counts[b + 1])] * _WIDTH_ROOT[b]
-        while cell + 1 < wanted and reached >= total * (cell + 1) / wanted:
+        while reached >= goal and cell + 1 < wanted:
             cell += 1
             cuts[cell] = b + 1
+            goal = total * (cell + 1) / wanted
         counts[b + 1] += counts[b]
         sums[b + 1] += sums[b]
     previous = smallest  # the level of empty cells at the low end
@@ -143,7 +147,7 @@ def write_levels(values: Array, bits: Num, draws: Array, out: Array, at: Num, de
             low, top = min(low, patterns[i]), max(top, patterns[i])
         patterns[n] = low
         smallest = float(sizes[n])
-        _fit(patterns[:n], sizes[:n], smallest, top, counts, sums, levels, edges)
+        _fit(patterns[:n], sizes[:n], smallest, low, top, counts, sums, levels, edges)
         rounded = _round_levels(levels, len(draws) > 0, low, top, magnitudes)
         for c in range(wanted):
             out[at] = rounded[c] & uint32(255)

@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from rtopk.threads import INLINE, together
+from rtopk.threads import together
 from rtopk.wire import PayloadError
 from rtopk.wire.bits import address, all_zero, last_word, load_word, trailing_zeros
 from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint8, uint64
@@ -159,9 +158,7 @@ def read_gaps(data: Bytes, begin: int, limit: int, out: Positions) -> int:
 
 def side_by_side(n: int, one: Callable[[], Any], two: Callable[[], Any]) -> list[Any]:
     """Do two parts of the work on n positions, in two threads if there is enough of it."""
-    if n >= INLINE and torch.get_num_threads() > 1:
-        return together([one, two])
-    return [one(), two()]
+    return together([one, two], n)
 
 
 @entry

@@ -1,0 +1,59 @@
+"""Work shared between threads: results in order, errors to the caller, one thread where torch has one."""
+
+import threading
+
+import pytest
+import torch
+
+from rtopk import threads
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def starved(region, data, wanted, flags):
+    """A libgomp that gives one thread, as it does within another parallel region."""
+    region(data)
+
+
+WAYS = {
+    "pool": threads._in_pool,
+    "starved": lambda tasks: threads._in_region(starved, tasks),
+    "as here": threads.together,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_are_in_order_and_all_tasks_run(way):
+    assert WAYS[way]([lambda i=i: i * i for i in range(7)]) == [i * i for i in range(7)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_error_of_a_task_reaches_the_caller(way, bad):
+    def task(i):
+        if i == bad:
+            raise KeyError("of the task")
+
+    with pytest.raises(KeyError, match="of the task"):
+        WAYS[way]([lambda i=i: task(i) for i in range(2)])
+    assert WAYS[way]([lambda: 1, lambda: 2]) == [1, 2]  # and the next call works
+
+
+def test_two_tasks_run_at_the_same_time():
+    meet = threading.Barrier(2)
+    assert sorted(threads.together([lambda: meet.wait(30), lambda: meet.wait(30)])) == [0, 1]
+
+
+def test_one_thread_of_torch_is_one_thread_here():
+    torch.set_num_threads(1)
+    assert set(threads.together([threading.get_ident] * 3)) == {threading.get_ident()}
+
+
+def test_little_work_stays_in_this_thread():
+    assert set(threads.together([threading.get_ident] * 3, size=100)) == {threading.get_ident()}
