@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 P = ParamSpec("P")
 R = TypeVar("R")
 
+PATIENCE = 1.0  # seconds of compiling before it is said
 GROUP = 64
 SIGNLESS = 0x7FFFFFFF
 
@@ -35,15 +36,19 @@ _INTS = ir.VectorType(_INT, GROUP)
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a loop at its first call, without the interpreter lock."""
-    loop = cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function))
+    return announced(cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function)))
+
+
+def announced(loop: Callable[P, R]) -> Callable[P, R]:
+    """Say that the first call of a loop compiles it, if that takes long."""
     ready = False
 
-    @functools.wraps(function)
+    @functools.wraps(loop)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal ready
         if ready:
             return loop(*args, **kwargs)
-        note = threading.Timer(1.0, _announce)
+        note = threading.Timer(PATIENCE, _announce)
         note.daemon = True
         note.start()
         try:

@@ -4,15 +4,14 @@ numba looks for changes only in the file of the loop that is called from Python:
 others inline deletes `__pycache__`.
 """
 
-import functools
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
+
+from rtopk.simd import announced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,29 +38,7 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
 def entry(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a loop that Python calls; say so if that takes more than a second."""
-    compiled = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    ready = False
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal ready
-        if ready:
-            return compiled(*args, **kwargs)
-        note = threading.Timer(1.0, _announce, [function.__name__])
-        note.daemon = True
-        note.start()
-        try:
-            result = compiled(*args, **kwargs)
-            ready = True
-            return result
-        finally:
-            note.cancel()
-
-    return call
-
-
-def _announce(name: str) -> None:
-    logging.getLogger("rtopk").warning("compiling %s for this machine, once: some seconds", name)
+    return announced(loop(function))
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
