@@ -21,7 +21,7 @@ QUICK = ["--rounds", "20", "--nodes", "2", "--evaluate-every", "10"]
 def rtopk(*arguments, program=None, **options):
     start = [str(Path(sys.executable).parent / program)] if program else RTOPK
     return subprocess.run(
-        [*start, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+        [*start, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
     )
 
 
