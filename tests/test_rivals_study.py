@@ -1,5 +1,6 @@
 """The comparison at equal bytes: it fits bytes, tunes on validation data, and runs on test data."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rtopk.cli import app
-from rtopk.experiments.equal_bytes import CLOSE, TUNING_SEED, Ledger, follow, play
+from rtopk.experiments.equal_bytes import CLOSE, TUNING_SEED, follow
+from rtopk.experiments.heats import Ledger, play
 from rtopk.experiments.rivals import PANELS, Budget, Entrant
 
 PANEL = PANELS["digits"][2]
@@ -100,3 +102,14 @@ def test_nothing_recorded_is_an_error(tmp_path):
     assert result.exit_code == 1
     assert "holds no result of digits yet" in str(result.exception)
     assert Ledger(tmp_path / "none.jsonl", tmp_path, recorded=True)([PANEL.config]) == [None]
+
+
+@pytest.mark.slow  # two processes start
+def test_two_at_a_time_are_recorded_as_one_at_a_time(tmp_path):
+    configs = [dataclasses.replace(PANEL.config, rounds=2, seed=seed) for seed in (0, 1, 0)]
+    heard = []
+    both = Ledger(tmp_path / "both.jsonl", tmp_path / "work", jobs=2, on_run=heard.append)(configs)
+    alone = Ledger(tmp_path / "alone.jsonl", tmp_path / "alone", jobs=1)(configs)
+    assert [record["weights"] for record in both] == [record["weights"] for record in alone]
+    assert len(heard) == 2
+    assert len((tmp_path / "both.jsonl").read_text().splitlines()) == 2

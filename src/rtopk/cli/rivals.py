@@ -32,7 +32,8 @@ def rivals(
     """
     from rtopk.cli.show import console, make_progress, print_json
     from rtopk.experiments import rivals as data
-    from rtopk.experiments.equal_bytes import Ledger, follow, heats, note, play
+    from rtopk.experiments.equal_bytes import follow
+    from rtopk.experiments.heats import Ledger, heats, note, play
     from rtopk.experiments.plot_rivals import score_against_budget
 
     if task not in data.PANELS:

@@ -5,32 +5,24 @@
 2. Rate: from the middle of the grid to the best neighbour, until no neighbour is better; on validation data.
 3. Result: with the bytes and the rate found, on test data, one run a seed.
 
-Each entrant is a generator that yields configurations and is sent their records, so that many entrants go
-side by side and everything that was run is in one file of records.
+An entrant is a generator that yields configurations and is sent their records; `heats.py` runs them.
 """
 
 import dataclasses
-import hashlib
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, stdev
 
 from rtopk.experiments.config import Config
-from rtopk.experiments.execute import execute
-from rtopk.experiments.records import Record, append, read
+from rtopk.experiments.records import Record
 from rtopk.experiments.rivals import Budget, Entrant, Panel
-from rtopk.experiments.runner import run_all
 
 TUNING_SEED = 1000  # no seed of a result
 HEADER = 40  # bytes of a payload that hold no entry
 CLOSE = 0.03  # how far from the yardstick's bytes a fitted density may be, as a part of them
 FITS = 4  # runs that a fit may take
 STEEP = 1.5  # first guess: twice the threshold sends 2^-1.5 of the entries
-
-Runner = Callable[[Sequence[Config]], Sequence[Record | None]]
-OnRun = Callable[[Record], None]
 
 
 @dataclass(frozen=True)
@@ -68,18 +60,6 @@ class Standing:
     def rate(self) -> float:
         """The learning rate that was chosen."""
         return float(self.records[0]["config"]["learning_rate"])
-
-
-def heats(panels: Sequence[Panel]) -> list[list[tuple[Panel, Budget | None, Entrant]]]:
-    """Return who goes side by side: dense and the first group of each panel, then all second groups, ..."""
-    depth = max(len(panel.budgets) for panel in panels)
-    found: list[list[tuple[Panel, Budget | None, Entrant]]] = []
-    for number in range(depth):
-        for panel in (panel for panel in panels if number < len(panel.budgets)):
-            budget, entrants = panel.budgets[number]
-            dense = [] if number else [(panel, None, Entrant("dense"))]
-            found.append([*dense, *((panel, budget, entrant) for entrant in entrants)])
-    return found
 
 
 def follow(
@@ -182,85 +162,3 @@ def _fit_threshold(config: Config, target: float) -> Generator[Config, Record, R
         limit = config.threshold * min(20.0, max(0.05, factor))
         config = dataclasses.replace(config, threshold=float(f"{limit:.4g}"))
     return min(runs, key=lambda run: abs(math.log(run["sent_bytes_per_round"] / target)))
-
-
-class Ledger:
-    """Run configurations, or find them among the records; `recorded` runs nothing and answers None instead.
-
-    One at a time they run in this process: a pool takes longer to start than a short run takes.
-    """
-
-    def __init__(
-        self,
-        file: Path,
-        work: Path,
-        jobs: int = 1,
-        recorded: bool = False,
-        on_run: OnRun = lambda record: None,
-    ) -> None:
-        self.file = file
-        self.work = work
-        self.jobs = jobs
-        self.recorded = recorded
-        self.on_run = on_run
-        self._done = {record["key"]: record for record in read(file)}
-
-    def __call__(self, configs: Sequence[Config]) -> list[Record | None]:
-        """Return the records of the configurations, in order."""
-        missing = {config.key: config for config in configs if config.key not in self._done}
-        if not self.recorded and self.jobs == 1:
-            for key, config in missing.items():
-                self._done[key] = execute(config, self.work / key, resume=True)
-                append(self.file, self._done[key])
-                self.on_run(self._done[key])
-        elif not self.recorded and missing:
-            records = run_all(
-                list(missing.values()), self.file, self.work, self.jobs, lambda key, rounds: None
-            )
-            for record in records:
-                self._done[record["key"]] = record
-                self.on_run(record)
-        return [self._done.get(config.key) for config in configs]
-
-
-def play(steps: Iterable[Generator[Config, Record, Standing]], run: Runner) -> list[Standing]:
-    """Let entrants go side by side, a run each at a time; those whose next run is refused (None) drop out."""
-    standings: list[Standing] = []
-    wishes = [(entrant, next(entrant)) for entrant in steps]
-    while wishes:
-        records = run([config for _, config in wishes])
-        following = []
-        for (entrant, _), record in zip(wishes, records, strict=True):
-            if record is None:
-                continue
-            try:
-                following.append((entrant, entrant.send(record)))
-            except StopIteration as end:
-                standings.append(end.value)
-        wishes = following
-    return standings
-
-
-def note(file: Path, standing: Standing) -> None:
-    """Write an entrant's grid, scores and choice into the records, once."""
-    runs, metric = standing.tried, standing.records[0]["metric"]
-    row = standing.entrant.label
-    budget = standing.budget.label if standing.budget else "dense"
-    name = f"choice {standing.panel.name} {budget} {row} {[run['key'] for run in runs]}"
-    key = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-    if any(record["key"] == key for record in read(file)):
-        return
-    append(
-        file,
-        {
-            "kind": "choice",
-            "key": key,
-            "panel": standing.panel.name,
-            "budget": budget,
-            "row": row,
-            "metric": metric,
-            "grid": [run["config"]["learning_rate"] for run in runs],
-            "scores": [run["final"][metric] for run in runs],
-            "chosen": standing.rate,
-        },
-    )
