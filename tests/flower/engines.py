@@ -34,10 +34,11 @@ def rtopk(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def fleet_of(folder: Path, **options) -> Fleet:
+def fleet_of(folder: Path, settings: dict[str, str] | None = None, **options) -> Fleet:
+    """Make a fleet whose processes see the test's folder and settings."""
     fleet = Fleet(folder / "fleet", **options)
     own = ("OMP_NUM_THREADS", "RTOPK_TEST_FOLDER", "PYTHONPATH")
-    fleet.environment |= {name: environment(folder)[name] for name in own}
+    fleet.environment |= {name: environment(folder)[name] for name in own} | (settings or {})
     return fleet
 
 

@@ -69,8 +69,7 @@ def test_a_killed_supernode_goes_on(tmp_path):
     """Killed between rounds and in the middle of training; the name brings residual and model back."""
     (tmp_path / "wait-2").touch()
     (tmp_path / "hang-a-file-5").touch()
-    with engines.fleet_of(tmp_path) as fleet:
-        fleet.environment["RTOPK_TEST_TIMEOUT"] = "20"
+    with engines.fleet_of(tmp_path, {"RTOPK_TEST_TIMEOUT": "20"}) as fleet:
         names = [{"client-id": "a-file"}, {"client-id": "b-file"}]
         a, _ = [fleet.add_node(name) for name in names]
         run = engines.submit(fleet, "calm_app")

@@ -35,8 +35,7 @@ def test_the_example_learns_and_saves_bytes(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_example_on_flower(tmp_path):
     """As its README says: SuperLink, two SuperNodes, `flwr run`."""
-    with engines.fleet_of(tmp_path) as fleet:
-        fleet.environment["SUMMARY"] = str(tmp_path / "summary.json")
+    with engines.fleet_of(tmp_path, {"SUMMARY": str(tmp_path / "summary.json")}) as fleet:
         for number, name in enumerate("ab"):
             fleet.add_node({"partition-id": number, "client-id": name})
         app = shutil.copytree(EXAMPLE, tmp_path / "app")
