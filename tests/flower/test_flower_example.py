@@ -39,9 +39,9 @@ def test_the_example_on_flower(tmp_path):
         for number, name in enumerate("ab"):
             fleet.add_node({"partition-id": number, "client-id": name})
         app = shutil.copytree(EXAMPLE, tmp_path / "app")
-        run = fleet.submit(app)
+        run = fleet.submit(app, "--run-config", "num-server-rounds=2")
         assert fleet.wait(run, done=(tmp_path / "summary.json").exists, seconds=400) == "finished:completed"
-    assert json.loads((tmp_path / "summary.json").read_text())["accuracy"] > 0.9
+    assert json.loads((tmp_path / "summary.json").read_text())["accuracy"] > 0.7
     assert len(list((tmp_path / "fleet" / "client-state").glob("*.state"))) == 2
 
 

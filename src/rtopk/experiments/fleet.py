@@ -114,9 +114,9 @@ class Fleet:
             ) from error
         return answer
 
-    def submit(self, app: Path) -> str:
-        """Start a run of an app folder, return its id."""
-        answer = self.flwr("run", str(app), "fleet")
+    def submit(self, app: Path, *options: str) -> str:
+        """Start a run of an app folder with options of `flwr run`, return its id."""
+        answer = self.flwr("run", str(app), "fleet", *options)
         if not answer.get("success") or "run-id" not in answer:
             raise FleetError(f"flwr run did not start a run: {answer}")
         return str(answer["run-id"])
