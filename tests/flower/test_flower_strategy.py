@@ -281,6 +281,17 @@ def test_density_one_is_fedavg(tmp_path):
     assert ours.arrays["count"].dtype == "int64"  # FedAvg makes a float of it
 
 
+@pytest.mark.parametrize(("weighted", "expected"), [(True, 3.0), (False, 2.0)])
+def test_arrays_that_go_whole_are_weighted_like_the_rest(tmp_path, weighted, expected):
+    strategy, mine, others = first_round(tmp_path, initial(True), clients=2, weighted=weighted)
+    for message, value, examples in ((mine, 0.0, 10), (others[0], 4.0, 30)):
+        record = message.content["arrays"]
+        message.content["arrays"] = ArrayRecord({**dict(record), "wide": Array(np.full(3, value))})
+        message.content["metrics"]["num-examples"] = examples
+    arrays, _ = strategy.aggregate_train(1, [mine, *others])
+    np.testing.assert_allclose(arrays["wide"].numpy(), expected)
+
+
 @pytest.mark.parametrize("inner", [FedAdam, FedMedian])
 def test_other_inner_strategies(tmp_path, inner):
     made = inner(min_train_nodes=1, min_available_nodes=1)

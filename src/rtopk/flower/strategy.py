@@ -232,7 +232,7 @@ class RTopKStrategy(Strategy):
             return None, None
         step, outer_state = self.outer.step(mean, self._outer_state)
         contents = [offers[offer].content for offer in taken]
-        raw = reading.raw_mean(self.model, contents, [o.weight for o in taken])
+        raw = reading.raw_mean(self.model, contents, self._shares(taken))
         key = self._weight_key
         metrics = aggregate_metricrecords(contents, key)
         metrics[key] = sum(offer.weight for offer in taken)
@@ -274,7 +274,7 @@ class RTopKStrategy(Strategy):
             taken.append(offer)
         if not taken:
             return None, None
-        raw = reading.raw_mean(self.model, raws, [o.weight for o in taken])
+        raw = reading.raw_mean(self.model, raws, self._shares(taken))
         result, reported = self.inner.aggregate_train(server_round, messages)
         if result is None:
             return None, reported
@@ -285,6 +285,9 @@ class RTopKStrategy(Strategy):
         self._outer_state, self._raw = outer_state, raw
         self.intake.commit(taken, server_round - 1, sorted(norms)[(len(norms) - 1) // 2])
         return self._publish(), reported
+
+    def _shares(self, taken: list[Offer]) -> list[float]:
+        return [offer.weight if self.intake.weighted else 1.0 for offer in taken]
 
     def _publish(self) -> ArrayRecord:
         self.roster.named(self.versions.digest, self.versions.version)
