@@ -96,15 +96,24 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(tmp_path):
         (["train", "--rounds", "1", "--out", "{file}/x"], 1, "Not a directory"),
     ],
 )
-def test_errors_are_one_line_with_the_right_code(arguments, code, message, tmp_path):
+def test_errors_are_one_line_with_the_right_code(arguments, code, message, tmp_path, monkeypatch, capsys):
     file = tmp_path / "file"
     file.write_text("")
-    result = rtopk(*(a.format(tmp=tmp_path, file=file) for a in arguments))
-    assert result.returncode == code
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.splitlines()) == 1, "an error is one line"
-    assert result.stdout == ""
+    monkeypatch.setattr(sys, "argv", ["rtopk", *(a.format(tmp=tmp_path, file=file) for a in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == code
+    assert message in told.err
+    assert len(told.err.splitlines()) == 1, "an error is one line"
+    assert told.out == ""
+
+
+def test_an_error_in_a_real_process(tmp_path):
+    result = rtopk("train", "--task", "nothing", "--out", tmp_path / "x")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("rtopk: task must be one of")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_debug_shows_the_traceback(tmp_path):
