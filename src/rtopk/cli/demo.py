@@ -9,8 +9,8 @@ import typer
 
 
 def demo(
-    seeds: int = typer.Option(2, min=1, help="Runs of each method, with different seeds."),
-    rounds: int = typer.Option(1300, min=60, help="Rounds, distributed; federated half."),
+    seeds: int = typer.Option(3, min=1, help="Runs of each method, with different seeds."),
+    rounds: int = typer.Option(900, min=60, help="Rounds, distributed; federated half."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     out: Path = typer.Option(Path("runs/demo"), help="Where records and the picture go."),
     fresh: bool = typer.Option(False, help="Run again what is recorded there already."),
