@@ -106,7 +106,9 @@ def _table(standings: Sequence["Standing"]) -> "Table":
             if not found or (entrant.method == "dense" and budget != budgets[0]):
                 cells.append("")
                 continue
-            score = f"{mean(found[0].scores):.1f} ± {found[0].interval:.1f}"
+            score = f"{mean(found[0].scores):.1f}"
+            if len(found[0].scores) > 1:
+                score += f" ± {found[0].interval:.1f}"
             off = 100 * (found[0].bytes / found[0].target - 1) if at else 0.0
             more = (
                 f" ({found[0].bytes:,.0f} bytes)"

@@ -56,6 +56,11 @@ def score_against_budget(standings: Sequence[Standing], path: Path) -> None:
             )  # fmt: skip
         _frame(axis, here)
         axis.set(xscale="log", title=panel.name, xlabel="bytes sent per node and round")
+        budgets = sorted({round(s.target) for s in shown})
+        if budgets:
+            axis.set_xticks(budgets, [f"{budget:,}" for budget in budgets], minor=False)
+            axis.set_xticks([], minor=True)
+            axis.set_xlim(budgets[0] / 1.5, budgets[-1] * 1.5)
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
     handles: dict[str, Any] = {}
