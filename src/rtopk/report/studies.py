@@ -96,7 +96,8 @@ def _link(study: Study) -> Shown:
     """Show steps on links: a chart for each model, number of nodes and rate."""
     cells: dict[str, list[Mapping[str, Any]]] = {}
     for row in study.data["rows"]:
-        cells.setdefault(f"{row['model']}, {row['nodes']} nodes, {row['mbit']:g} Mbit/s", []).append(row)
+        rate = f"{row['mbit']:g} Mbit/s" if row["mbit"] else "no limit"
+        cells.setdefault(f"{row['model']}, {row['nodes']} nodes, {rate}", []).append(row)
     charts, html = [], ""
     for cell, rows in cells.items():
         names = [_method(row) for row in rows]
