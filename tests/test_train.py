@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from rtopk.experiments.classify import Classification
 from rtopk.experiments.config import ADDED, METHODS, Config
 from rtopk.experiments.execute import Interrupted, execute
 from rtopk.experiments.records import digest
-from rtopk.experiments.tasks import Classification, Shard, digits
+from rtopk.experiments.shards import Examples
+from rtopk.experiments.tasks import digits
 from rtopk.experiments.train import Run, seeded
 from rtopk.seed import generator
 
@@ -225,11 +227,11 @@ def test_powersgd_counts_both_messages():
 
 
 def test_shard_serves_every_example_once_an_epoch():
-    shard = Shard(torch.arange(10), torch.arange(10), seed=0, node=1, batch=3)
+    shard = Examples(torch.arange(10), torch.arange(10), seed=0, node=1, batch=3)
     epochs = [[int(x) for step in range(3) for x in shard[3 * epoch + step][0]] for epoch in range(2)]
     assert all(len(set(epoch)) == 9 for epoch in epochs)
     assert epochs[0] != epochs[1]
-    again = Shard(torch.arange(10), torch.arange(10), seed=0, node=1, batch=3)
+    again = Examples(torch.arange(10), torch.arange(10), seed=0, node=1, batch=3)
     assert torch.equal(again[4][0], shard[4][0])  # any step, without the ones before
 
 
@@ -262,6 +264,17 @@ def test_validation_never_sees_the_test_set():
 def test_configuration_is_checked(options):
     with pytest.raises(ValueError, match=r"must|federated"):
         Run(Config(**options))
+
+
+def test_a_checkpoint_from_before_an_option_resumes():
+    run = Run(SMALL)
+    run.advance()
+    state = run.state_dict()
+    for name in ADDED:
+        del state["config"][name]
+    again = Run(SMALL)
+    again.load_state_dict(state)
+    assert torch.equal(again.vector(), run.vector())
 
 
 def test_digest_names_bits():

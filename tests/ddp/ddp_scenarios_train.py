@@ -9,11 +9,11 @@ from ddp_scenarios_faults import attempt
 from ddp_worker import Place
 from torch import nn
 
+from rtopk.experiments.classify import Classification
 from rtopk.experiments.config import Config
 from rtopk.experiments.execute import Interrupted, execute
 from rtopk.experiments.processes import ProcessRun
 from rtopk.experiments.records import digest
-from rtopk.experiments.tasks import Classification
 from rtopk.experiments.train import Run
 from rtopk.seed import generator
 
@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"method": "dense", "values": "fp16"},
     "corrected": {"memory": "momentum-correction", "clip_norm": 0.5, "dense_biases": True},
     "dealt": {"method": "dealt-k", "split": "class"},
+    "federated": {"setting": "federated", "local_steps": 3, "mean": "received", "split": "dirichlet"},
     "received": {"mean": "received", "weighted": True, "split": "dirichlet", "clip_norm": 0.5, "warm_up": 6},
 }
 
@@ -86,7 +87,6 @@ def stops_and_resumes(at: Place) -> dict[str, Any]:
     resumed = execute(SMALL, folder, resume=True)["weights"]
     torch.distributed.barrier()
     wrong = attempt(ProcessRun, dataclasses.replace(SMALL, nodes=3))
-    federated = attempt(ProcessRun, dataclasses.replace(SMALL, setting="federated"))
     powersgd = attempt(ProcessRun, dataclasses.replace(SMALL, method="powersgd", matrix_rank=1))
     return {
         "powersgd": powersgd,
@@ -95,6 +95,5 @@ def stops_and_resumes(at: Place) -> dict[str, Any]:
         "resumed": resumed,
         "alone": alone,
         "wrong": wrong,
-        "federated": federated,
         "files": sorted(path.name for path in folder.iterdir()),
     }

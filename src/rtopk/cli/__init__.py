@@ -13,12 +13,14 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
-from rtopk.cli import bench, fed
+from rtopk.cli import bench, data, fed
 from rtopk.cli.advise import advise
 from rtopk.cli.demo import demo
 from rtopk.cli.lab import app as lab
 from rtopk.cli.report import report, watch
+from rtopk.cli.reproduce import reproduce
 from rtopk.cli.rivals import rivals
+from rtopk.cli.tables import tables
 from rtopk.cli.train import train
 
 typer.core.HAS_RICH = False  # typer 0.20, which Flower needs, escapes brackets for rich in plain help too
@@ -56,6 +58,9 @@ app.command()(advise)
 app.command()(demo)
 app.command()(train)
 app.command()(rivals)
+app.command()(reproduce)
+app.command()(tables)
+app.add_typer(data.app, name="data")
 app.add_typer(lab, name="lab")
 app.command()(report)
 app.command()(watch)

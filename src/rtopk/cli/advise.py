@@ -28,7 +28,7 @@ def advise(
     markdown: bool = typer.Option(False, "--markdown", help="Print tables in Markdown."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Predict the step time of each method and recommend one, or dense.
+    """Predict the step time of each method and recommend one.
 
     Predictions come from measured parts: selection, codec, software and wire. Without --measure they are
     those of the machine that the documentation was measured on.

@@ -23,7 +23,7 @@ def rivals(
     smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
 ) -> None:
-    """Compare all methods at equal bytes: accuracy against bytes sent.
+    """Compare all methods at equal bytes sent.
 
     Each method's density, threshold or rank is fitted to the same bytes per
     round, its learning rate is tuned on validation data on one grid, and it

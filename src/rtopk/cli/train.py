@@ -2,9 +2,7 @@
 
 import dataclasses
 import os
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import typer
@@ -16,7 +14,7 @@ _DEFAULT = Config()
 
 
 def train(
-    task: str = typer.Option(_DEFAULT.task, help="What to learn: digits."),
+    task: str = typer.Option(_DEFAULT.task, help="What to learn, e.g. digits, cifar10-small, ptb-small."),
     method: str = typer.Option(_DEFAULT.method, help=f"One of {', '.join(METHODS)}."),
     setting: str = typer.Option(_DEFAULT.setting, help="distributed (a round per batch) or federated."),
     seed: int = typer.Option(_DEFAULT.seed, help="The same seed repeats a run to the bit."),
@@ -37,14 +35,15 @@ def train(
     warm_up: int = typer.Option(_DEFAULT.warm_up, help="Rounds in which the density falls."),
     warm_up_start: float = typer.Option(_DEFAULT.warm_up_start, help="Density at the first round."),
     learning_rate: float = typer.Option(_DEFAULT.learning_rate, help="At the start."),
-    rate_schedule: str = typer.Option(_DEFAULT.rate_schedule, help="constant, cosine or piecewise."),
+    rate_schedule: str = typer.Option(_DEFAULT.rate_schedule, help="constant, cosine, piecewise or zaremba."),
     momentum: float = typer.Option(_DEFAULT.momentum, help="At the centre, unless corrected at nodes."),
     weight_decay: float = typer.Option(_DEFAULT.weight_decay, help="Where the optimizer is."),
     clip_norm: float = typer.Option(_DEFAULT.clip_norm, help="Bound on the mean gradient; 0 is none."),
-    split: str = typer.Option(_DEFAULT.split, help="How data is divided: iid, dirichlet or class."),
+    split: str = typer.Option(_DEFAULT.split, help="iid, contiguous, dirichlet or class."),
     alpha: float = typer.Option(_DEFAULT.alpha, help="Dirichlet: the smaller, the less alike."),
     part: str = typer.Option(_DEFAULT.part, help="Evaluate on test, or on validation for tuning."),
     evaluate_every: int = typer.Option(_DEFAULT.evaluate_every, help="Rounds between evaluations."),
+    data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
     out: Path | None = typer.Option(None, help="Folder of the run; default runs/train-KEY."),
     resume: bool = typer.Option(False, help="Go on from the folder's checkpoint."),
     threads: int = typer.Option(1, min=1, help="Threads of torch; more pays for large models only."),
@@ -58,6 +57,8 @@ def train(
     a node: torchrun --nproc-per-node 4 -m rtopk train --nodes 4.
     """
     options = locals()
+    if data_dir is not None:
+        os.environ["RTOPK_DATA"] = str(data_dir)
     try:
         config = Config(**{field.name: options[field.name] for field in dataclasses.fields(Config)})
     except ValueError as error:
@@ -74,18 +75,11 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool
     from rtopk.cli.show import console, errors, make_progress, print_json
     from rtopk.experiments.execute import Interrupted, execute
     from rtopk.experiments.processes import leads
+    from rtopk.experiments.runner import asked_to_stop
 
     torch.set_num_threads(threads)
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked:  # a second Ctrl-C does not wait
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    previous = signal.signal(signal.SIGINT, ask)
     try:
-        with make_progress() as progress:
+        with asked_to_stop() as should_stop, make_progress() as progress:
             progress.disable = progress.disable or not leads()
             bar = progress.add_task(f"{config.task} {config.method}", total=config.rounds)
             record: dict[str, Any] = execute(
@@ -93,13 +87,11 @@ def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool
                 folder,
                 resume=resume,
                 on_round=lambda run: progress.update(bar, completed=run.round),
-                should_stop=lambda: bool(asked),
+                should_stop=should_stop,
             )
     except Interrupted as stopped:
         errors.print(f"{stopped}; go on with --resume --out {folder}")
         raise typer.Exit(130) from stopped
-    finally:
-        signal.signal(signal.SIGINT, previous)
     if not leads():
         return
     if as_json:

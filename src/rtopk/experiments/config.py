@@ -21,8 +21,8 @@ from rtopk.select import RandomK, RTopK, TopK
 
 Setting = Literal["distributed", "federated"]
 MemoryName = Literal["error-feedback", "momentum-correction", "none"]
-RateSchedule = Literal["constant", "cosine", "piecewise"]
-Split = Literal["iid", "dirichlet", "class"]
+RateSchedule = Literal["constant", "cosine", "piecewise", "zaremba"]
+Split = Literal["iid", "contiguous", "dirichlet", "class"]
 Part = Literal["test", "validation"]
 
 # The rule of each method; "dense" is top-k of everything, and powersgd sends matrices instead of entries.
@@ -74,7 +74,7 @@ class Config:
 
     split: Split = "iid"
     alpha: float = 0.5  # dirichlet only: the smaller, the fewer classes a node sees
-    part: Part = "test"  # "validation" trains on four fifths of the training data and evaluates on the rest
+    part: Part = "test"  # "validation" keeps back a part of the training data and evaluates on that
     evaluate_every: int = 100
 
     def __post_init__(self) -> None:
@@ -169,8 +169,14 @@ class Config:
         return Codec(self.values, fingerprint=fingerprint)
 
     def rate(self, round_: int) -> float:
-        """Return the learning rate of a round: piecewise divides by ten at half and at three quarters."""
+        """Return the learning rate of a round.
+
+        piecewise divides by ten at half and at three quarters; zaremba keeps it for 14 of 55 epochs and then
+        divides it by 1.15 every epoch (Zaremba et al.'s large model).
+        """
         done = round_ / self.rounds
+        if self.rate_schedule == "zaremba":
+            return self.learning_rate / 1.15 ** max(0, math.floor(55 * done) - 13)
         if self.rate_schedule == "cosine":
             return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
         if self.rate_schedule == "piecewise":

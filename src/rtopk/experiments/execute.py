@@ -20,7 +20,7 @@ from rtopk.experiments.config import Config
 from rtopk.experiments.processes import ProcessRun, launched
 from rtopk.experiments.records import Record, append, digest, environment, write_atomically
 from rtopk.experiments.tensorboard import event_file
-from rtopk.experiments.train import Run
+from rtopk.experiments.train import Diverged, Run
 
 CHECKPOINT_SECONDS = 30.0
 Point = dict[str, Any]  # what was measured at one evaluation
@@ -58,10 +58,14 @@ def execute(
         write_atomically(folder / "events.jsonl", "".join(json.dumps(p) + "\n" for p in curve).encode())
     log = event_file(folder if run.leads else None)
     started = saved = time.monotonic()
-    while run.round < config.rounds:
-        run.advance()
+    diverged = False
+    while run.round < config.rounds and not diverged:
+        try:
+            run.advance()
+        except Diverged:  # a result like any other: the weights of the round before are its end
+            diverged = True
         now = time.monotonic()
-        if run.round % config.evaluate_every == 0 or run.round == config.rounds:
+        if diverged or run.round % config.evaluate_every == 0 or run.round == config.rounds:
             curve.append(_point(run, seconds + now - started))
             if folder is not None and run.leads:
                 append(folder / "events.jsonl", curve[-1])
@@ -74,7 +78,7 @@ def execute(
         if stop:
             raise Interrupted(f"stopped after round {run.round} of {config.rounds}")
     seconds += time.monotonic() - started
-    record = _record(run, curve, seconds)
+    record = _record(run, curve, seconds, diverged)
     if folder is not None:
         _save(folder / "checkpoint.pt", run, curve, seconds)
         if run.leads:
@@ -111,12 +115,13 @@ def _head(run: Run) -> Record:
     }
 
 
-def _record(run: Run, curve: list[Point], seconds: float) -> Record:
+def _record(run: Run, curve: list[Point], seconds: float, diverged: bool) -> Record:
     return {
         **_head(run),
         "final": curve[-1],
-        "sent_bytes_per_round": run.sent / run.config.rounds,
-        "received_bytes_per_round": run.received / run.config.rounds,
+        "diverged": diverged,
+        "sent_bytes_per_round": run.sent / max(1, run.round),
+        "received_bytes_per_round": run.received / max(1, run.round),
         "curve": curve,
         "seconds": round(seconds, 3),
         "weights": digest(run.vector()),

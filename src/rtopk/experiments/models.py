@@ -1,4 +1,4 @@
-"""The networks of the experiments: MLP, ResNet (CIFAR and ImageNet form), LSTM language model.
+"""The networks of the experiments: MLP, small convolutional net, ResNet (both forms), LSTM, small GPT.
 
 Each takes the sizes that make it large (the paper's) or small (a sibling for this machine). Weights are drawn
 from torch's global generator, as torch does it: the training loop forks and seeds it around the call.
@@ -19,6 +19,15 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
         layers += [nn.Linear(inputs, width), nn.ReLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
+
+
+def small_convnet(classes: int = 10, width: int = 32) -> nn.Sequential:
+    """Make a net for 16 x 16 images, two convolutions and a hidden layer: 85,642 parameters for ten classes."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(2 * width * 16, 64), nn.ReLU(), nn.Linear(64, classes),
+    )  # fmt: skip
 
 
 class ResidualBlock(nn.Module):
@@ -107,6 +116,47 @@ class LanguageModel(nn.Module):
         """Map tokens (time, batch) and a state to scores (time, batch, words) and the next state."""
         hidden, state = self.lstm(self.dropout(self.embedding(tokens)), state)
         return self.output(self.dropout(hidden)), state
+
+
+class GptBlock(nn.Module):
+    """Causal self-attention and a two-layer network, each with a norm before and a shortcut around."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        batch, time, width = x.shape
+        q, k, v = self.attention(self.norm1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, time, width / heads)
+        x = x + self.project(seen.transpose(1, 2).reshape(batch, time, width))
+        return cast(Tensor, x + self.mlp(self.norm2(x)))
+
+
+class Gpt(nn.Module):
+    """A small GPT: learned positions, blocks with the norm first, output tied to the embedding."""
+
+    def __init__(
+        self, words: int, width: int = 64, layers: int = 2, heads: int = 4, context: int = 64
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.Sequential(*[GptBlock(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, tokens: Tensor, fresh: bool = True) -> Tensor:
+        """Map tokens (time, batch) to scores (time, batch, words); every window stands alone."""
+        x = self.embedding(tokens.T) + self.position[: len(tokens)]  # (batch, time, width)
+        return cast(Tensor, self.norm(self.blocks(x)).transpose(0, 1) @ self.embedding.weight.T)
 
 
 def parameter_count(model: nn.Module) -> int:

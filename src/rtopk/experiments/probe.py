@@ -4,11 +4,15 @@ For `rtopk lab inspect`. The run goes its own way, exactly as without being look
 """
 
 from collections.abc import Callable, Collection
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from rtopk.experiments.train import Node, Run, seeded
+from rtopk.experiments.classify import Classification
+from rtopk.experiments.node import Node
+from rtopk.experiments.shards import Examples
+from rtopk.experiments.train import Run, seeded
 from rtopk.lab.gradients import Inspector
 
 CHUNK = 500  # examples of a full-batch gradient at a time
@@ -46,16 +50,18 @@ def node_gradient(run: Run, node: Node) -> Tensor:
 
 def full_gradient(run: Run) -> Tensor:
     """Return the gradient of the mean loss of all nodes' examples at the common weights."""
+    task = run.task
+    if not isinstance(task, Classification):
+        raise ValueError(f"inspect needs a task with classes, got {run.config.task}")
     total = torch.zeros(run.layout.size)
     examples = 0
     for node in run.nodes:
-        buffers, shard = node.buffers, node.shard
+        buffers, shard = node.buffers, cast(Examples, node.shard)
         with run.at(node), seeded(run.config.seed, "full", node.number, run.round):
-            for begin in range(0, len(shard), CHUNK):
-                batch = shard.inputs[begin : begin + CHUNK], shard.targets[begin : begin + CHUNK]
-                loss = run.task.loss(run.model, batch) * len(batch[0])
+            for count, batch in task.chunks(shard, CHUNK):
+                loss = task.loss(run.model, batch) * count
                 gradients = torch.autograd.grad(loss, list(run.parameters.values()))
                 total += run.layout.flatten(dict(zip(run.parameters, gradients, strict=True)))
-                examples += len(batch[0])
+                examples += count
         node.buffers = buffers
     return total / examples

@@ -1,13 +1,14 @@
-"""The training loop under torchrun: one node per process, gradients exchanged by the DDP hook.
+"""The training loop under torchrun: one node per process.
 
-The same batches, draws, payloads and order of additions as with all nodes in one process, so the weights are
-the same to the bit. Files are written by the first process; every process reads them.
+In the distributed setting gradients are exchanged by the DDP hook, in the federated one updates by an
+all-gather. The same batches, draws, payloads and order of additions as with all nodes in one process, so the
+weights are the same to the bit. Files are written by the first process; every process reads them.
 """
 
 import io
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rtopk import ddp
 from rtopk.experiments.config import Config
 from rtopk.experiments.tasks import Task
-from rtopk.experiments.train import Run, seeded
+from rtopk.experiments.train import Diverged, Run, seeded
 from rtopk.layout import nothing, one_dimensional
 from rtopk.transport import AllGather
 
@@ -33,18 +34,19 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def barrier() -> None:
+    """Wait for all processes of the launch."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 class ProcessRun(Run):
     """A run of which this process holds one node."""
 
     def __init__(self, config: Config, task: Task | None = None) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        transport = AllGather()
-        if config.setting != "distributed":
-            raise ValueError(
-                f"under torchrun only the distributed setting runs, got {config.setting!r}; "
-                "run the federated one in one process"
-            )
+        transport = UnevenGather()
         if config.method == "powersgd":
             raise ValueError(
                 "under torchrun powersgd does not run; run it in one process, or use torch's own hook, "
@@ -58,9 +60,13 @@ class ProcessRun(Run):
         super().__init__(config, task, transport)
         self.gather = transport
         self.node = self.nodes[0]
+        self.state: ddp.State | None = self._hook() if config.setting == "distributed" else None
+
+    def _hook(self) -> ddp.State:
+        config = self.config
         clip_norm = config.clip_norm * math.sqrt(config.nodes) if config.clip_norm else None
         self.hooked = DistributedDataParallel(self.model, forward_sync_buffers=False)
-        self.state = ddp.register(
+        state = ddp.register(
             self.hooked,
             config.make_density(),
             selector=config.make_selector(),
@@ -74,7 +80,8 @@ class ProcessRun(Run):
             on_nonfinite="raise",
             optimizer=self.optimizer,
         )
-        self.node.sparsifier = self.state.groups[0].sparsifier
+        self.node.sparsifier = state.groups[0].sparsifier
+        return state
 
     @property
     def leads(self) -> bool:
@@ -87,12 +94,18 @@ class ProcessRun(Run):
         return [bool(wanted) for wanted in said.any(0)]
 
     def advance(self) -> None:
-        """Do one round; backward exchanges the gradients."""
+        """Do one round; in the distributed setting backward exchanges the gradients."""
+        if self.state is None:
+            super().advance()
+            return
         rate = self.config.rate(self.round)
         self.optimizer.zero_grad()
         with self.at(self.node), seeded(self.config.seed, "forward", self.node.number, self.round):
-            loss = self.task.loss(self.hooked, self.node.shard[self.round])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = self.task.loss(self.hooked, self.batch(self.node, self.round))
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+            except ddp.GradientNotFinite as error:  # on all ranks alike
+                raise Diverged(str(error)) from error
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         self.sent += self.state.measured["bytes_sent"]
@@ -128,7 +141,8 @@ class ProcessRun(Run):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of all nodes."""
         super().load_state_dict(state)
-        self.state.step = self.round
+        if self.state is not None:
+            self.state.step = self.round
 
     def _own_part(self) -> dict[str, Any]:
         return {"buffers": self.node.buffers, "loss": self.loss}
@@ -138,12 +152,20 @@ class ProcessRun(Run):
         buffer = io.BytesIO()
         torch.save(dict(part), buffer)
         raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        word = torch.tensor([raw.numel()]).view(torch.uint8)
-        sizes = [int(message.view(torch.int64)) for message in self.gather.exchange([word])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: raw.numel()] = raw
-        messages: list[Tensor] = self.gather.exchange([padded])
-        return [bytes(message[:size].numpy()) for message, size in zip(messages, sizes, strict=True)]
+        return [bytes(message.numpy()) for message in self.gather.exchange([raw])]
+
+
+class UnevenGather(AllGather):
+    """An exchange of payloads whose sizes differ: sizes first, then all at the size of the longest."""
+
+    def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
+        """Send the payload of this process, return those of all ranks in rank order."""
+        (payload,) = payloads
+        word = torch.tensor([payload.numel()]).view(torch.uint8)
+        sizes = [int(message.view(torch.int64)) for message in super().exchange([word])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=payload.device)
+        padded[: payload.numel()] = payload
+        return [message[:size] for message, size in zip(super().exchange([padded]), sizes, strict=True)]
 
 
 class _Buffers:

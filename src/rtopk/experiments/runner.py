@@ -1,4 +1,4 @@
-"""Many runs side by side: one process each, with progress, skipping what is recorded already.
+"""Many runs side by side: one process each (one job: this process), skipping what is recorded already.
 
 Each run has a folder of its own under `folder`, so a runner that was stopped or killed goes on where its runs
 were. A finished run is one line in the results file.
@@ -8,16 +8,19 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 from rtopk.experiments.config import Config
-from rtopk.experiments.execute import execute
+from rtopk.experiments.execute import Interrupted, execute
+from rtopk.experiments.processes import barrier, launched, leads
 from rtopk.experiments.records import Record, append, read
 from rtopk.experiments.train import Run
 
@@ -31,31 +34,53 @@ def run_all(
     folder: Path,
     jobs: int,
     on_progress: Progress,
+    notes: Mapping[str, Record] | None = None,
 ) -> list[Record]:
     """Run every configuration that has no record in `results`; return the records of all, in order.
+
+    `notes` holds, by the key of a run, what its record is to say beside what was measured.
 
     Ctrl-C lets every worker finish its round and write its checkpoint, then raises KeyboardInterrupt.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     wanted = {config.key for config in configs}
-    done = {record["key"]: record for record in read(results) if record["key"] in wanted}
+    done = {key: record for record in read(results) if (key := key_of(record)) in wanted}
     for config in configs:
         if config.key in done:
             on_progress(config.key, config.rounds)
     missing = [config for config in configs if config.key not in done]
-    if missing:
-        _run(missing, results, folder, jobs, on_progress, done)
+
+    def on_record(record: Record) -> None:
+        record = {**record, **(notes or {}).get(record["key"], {})}
+        if leads():
+            append(results, record)
+        done[record["key"]] = record
+        on_progress(record["key"], record["config"]["rounds"])  # it did fewer if it diverged
+
+    if missing and (launched() or jobs == 1):
+        _run_here(missing, on_record, folder, on_progress)
+    elif missing:
+        _run(missing, on_record, folder, jobs, on_progress)
     return [done[config.key] for config in configs]
+
+
+def key_of(record: Record) -> str:
+    """Return the key of a record's configuration; options that came after it was written count as default."""
+    if record["kind"] != "train":
+        return str(record["key"])
+    try:
+        return Config(**record["config"]).key
+    except (TypeError, ValueError):  # of options that are no more
+        return str(record["key"])
 
 
 def _run(
     configs: Sequence[Config],
-    results: Path,
+    on_record: Callable[[Record], None],
     folder: Path,
     jobs: int,
     on_progress: Progress,
-    done: dict[str, Record],
 ) -> None:
     context = multiprocessing.get_context("spawn")  # a forked torch may hang in its thread pool
     stop, reports = context.Event(), context.SimpleQueue()
@@ -67,15 +92,57 @@ def _run(
                 while not reports.empty():
                     on_progress(*reports.get())
                 for future in finished:
-                    record = future.result()
-                    append(results, record)
-                    done[record["key"]] = record
-                    on_progress(record["key"], record["config"]["rounds"])
+                    on_record(future.result())
         except BaseException:
             stop.set()
             for future in pending:
                 future.cancel()
             raise
+
+
+def _run_here(
+    configs: Sequence[Config],
+    on_record: Callable[[Record], None],
+    folder: Path,
+    on_progress: Progress,
+) -> None:
+    """Run one after the other with the processes that there are: under torchrun they are the nodes."""
+
+    def report(run: Run) -> None:
+        on_progress(run.config.key, run.round)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with asked_to_stop() as should_stop:
+            for config in configs:
+                own = folder / config.key
+                on_record(execute(config, own, resume=True, on_round=report, should_stop=should_stop))
+    except Interrupted as stopped:
+        raise KeyboardInterrupt from stopped
+    finally:
+        torch.set_num_threads(threads)
+    barrier()  # nobody reads the results before they are written
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C ask, inside the block, instead of breaking off; a second one breaks off."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only
+        yield lambda: False
+        return
+    previous = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 _stop: Event

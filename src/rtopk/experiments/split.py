@@ -1,4 +1,4 @@
-"""Divide a training set among nodes: alike (i.i.d.), each with its own mix of classes, or classes apart."""
+"""Divide a training set among nodes: alike (i.i.d.), in order, by own mixes of classes, or classes apart."""
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ def split(targets: Tensor, nodes: int, kind: str, alpha: float, seed: int) -> li
     if kind == "iid":
         order = torch.randperm(len(targets), generator=generator(seed, "split"))
         return list(order.tensor_split(nodes))
+    if kind == "contiguous":
+        return list(torch.arange(len(targets)).tensor_split(nodes))
     if kind == "class":  # in the order of the classes, cut into equal parts: few classes a node
         order = torch.randperm(len(targets), generator=generator(seed, "split"))
         return list(order[targets[order].argsort(stable=True)].tensor_split(nodes))

@@ -1,27 +1,29 @@
 """Tasks: what is learned, from which data, by which model. A task is added here and nowhere else.
 
 The loop asks a task for a model, for each node's shard of the training data, for the loss of a batch and for
-the score of a model. Everything random comes from a generator the loop hands in, or from torch's global one
-inside a fork that the loop has seeded (initial weights, dropout).
+the score of a model. Everything random comes from `rtopk.seed`, or from torch's global generator inside a
+fork that the loop has seeded (initial weights, dropout). Names: the paper's set-up plain; `-narrow` is its
+narrow ResNet; `-small` is what the small scale of the tables runs, a thousand rounds a minute or more.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from rtopk.experiments import cifar, corpus, images
+from rtopk.experiments.classify import Classification
 from rtopk.experiments.config import Config, Part
-from rtopk.experiments.models import mlp
-from rtopk.experiments.split import split
+from rtopk.experiments.data import find
+from rtopk.experiments.folders import image_folder, squeezed
+from rtopk.experiments.language import Carrying, Prediction
+from rtopk.experiments.models import Gpt, LanguageModel, ResNet, mlp, small_convnet
+from rtopk.experiments.shards import Batch, Shard
 from rtopk.seed import generator
-
-Batch = tuple[Tensor, Tensor]
 
 
 class Task(Protocol):
@@ -38,7 +40,7 @@ class Task(Protocol):
     def make_model(self) -> nn.Module:
         """Build a new model with freshly drawn weights."""
 
-    def shards(self, config: Config) -> Sequence["Shard"]:
+    def shards(self, config: Config) -> Sequence[Shard]:
         """Divide the training data among the nodes."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -46,80 +48,6 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the loss and the metric on the held-out part."""
-
-
-class Shard:
-    """One node's examples, served in a new order every epoch.
-
-    The order depends on (seed, node, epoch) alone, so the batch of any step can be asked for at any time.
-    """
-
-    def __init__(self, inputs: Tensor, targets: Tensor, seed: int, node: int, batch: int) -> None:
-        if not len(inputs):
-            raise ValueError(f"node {node} has no examples; use fewer nodes or a larger alpha")
-        self.inputs = inputs
-        self.targets = targets
-        self.seed = seed
-        self.node = node
-        self.batch = min(batch, len(inputs))
-        self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Count the whole batches of an epoch; what is left over waits for another order."""
-        return len(self) // self.batch
-
-    def __getitem__(self, step: int) -> Batch:
-        epoch, position = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            rng = generator(self.seed, "order", self.node, epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self), generator=rng)
-        chosen = self._order[position * self.batch : (position + 1) * self.batch]
-        return self.inputs[chosen], self.targets[chosen]
-
-
-@dataclass(frozen=True)
-class Classification:
-    """Learn classes of vectors or images by cross entropy."""
-
-    train: Batch
-    held_out: Batch
-    model: Callable[[], nn.Module]
-    metric: str = "accuracy"
-    higher_is_better: bool = True
-
-    def make_model(self) -> nn.Module:
-        """Build a new model with freshly drawn weights."""
-        return self.model()
-
-    def shards(self, config: Config) -> list[Shard]:
-        """Divide the training data among the nodes."""
-        inputs, targets = self.train
-        parts = split(targets, config.nodes, config.split, config.alpha, config.seed)
-        return [
-            Shard(inputs[part], targets[part], config.seed, node, config.batch)
-            for node, part in enumerate(parts)
-        ]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross entropy of a batch."""
-        inputs, targets = batch
-        return F.cross_entropy(model(inputs), targets)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return cross entropy and accuracy (in percent) on the held-out part."""
-        inputs, targets = self.held_out
-        total, right = 0.0, 0
-        for begin in range(0, len(inputs), 500):
-            scores = model(inputs[begin : begin + 500])
-            wanted = targets[begin : begin + 500]
-            total += float(F.cross_entropy(scores, wanted, reduction="sum"))
-            right += int((scores.argmax(1) == wanted).sum())
-        return {"loss": total / len(inputs), "accuracy": 100.0 * right / len(inputs)}
 
 
 @cache
@@ -134,12 +62,16 @@ def digits(part: Part) -> Classification:
     return Classification(train, held_out, lambda: mlp(64, (128, 128), 10))
 
 
-def wide_digits(hidden: int) -> Callable[[Part], Classification]:
+def wide_digits(hidden: int) -> Callable[[Config], Classification]:
     """Make the same task for a network of two hidden layers of this width: to measure traffic, not learning."""
-    return lambda part: dataclasses.replace(digits(part), model=lambda: mlp(64, (hidden, hidden), 10))
+    return lambda config: dataclasses.replace(
+        digits(config.part), model=lambda: mlp(64, (hidden, hidden), 10)
+    )
 
 
-def hold_out(examples: Batch, part: Part) -> tuple[Batch, Batch]:
+def hold_out(
+    examples: tuple[Tensor, Tensor], part: Part
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Divide examples into train and held-out: a quarter is the test set, a fifth of the rest validation."""
     inputs, targets = examples
     order = torch.randperm(len(inputs), generator=generator("hold out"))
@@ -153,10 +85,92 @@ def hold_out(examples: Batch, part: Part) -> tuple[Batch, Batch]:
     return (inputs[train], targets[train]), (inputs[held_out], targets[held_out])
 
 
-TASKS: dict[str, Callable[[Part], Task]] = {
-    "digits": digits,
+@cache
+def cifar10(part: Part, small: bool, model: Callable[[], nn.Module]) -> Classification:
+    """CIFAR-10, cropped and flipped at random; small: at 16 x 16. A tenth of the training set validates."""
+    train, test = cifar.load()
+    if small:
+        train, test = (images.halved(train[0]), train[1]), (images.halved(test[0]), test[1])
+    train, test = images.hold_back(train, test, part, len(train[1]) // 10)
+    norm = images.normalise(images.CIFAR_MEAN, images.CIFAR_STD)
+    crop = images.crop_and_flip(2 if small else 4)
+    return Classification(train, test, model, lambda batch, rng: norm(crop(batch, rng)), norm)
+
+
+@cache
+def imagenet(part: Part) -> Classification:
+    """ImageNet in folders: `imagenet/train`, `imagenet/val`; or the sample, one image a class, as both."""
+    folder = find("imagenet", "imagenet-sample")
+    whole = folder.name == "imagenet"
+    files, labels, classes = image_folder(folder / "train" if whole else folder)
+    train: images.Pixels = files, labels
+    test: images.Pixels = image_folder(folder / "val")[:2] if whole else train
+    train, test = images.hold_back(train, test, part, len(labels) // 20)
+    model = partial(ResNet, (3, 4, 6, 3), 64, len(classes), large_images=True)
+    return Classification(train, test, model, images.random_view(224), images.middle_view(224))
+
+
+@cache
+def tiny_imagenet(part: Part, model: Callable[[int], nn.Module]) -> Classification:
+    """20 classes of Tiny ImageNet at 16 x 16, 10,000 training images."""
+    folder = find("tiny-imagenet-20")
+    parts = []
+    for name in ("train", "val"):
+        files, labels, classes = image_folder(folder / name)
+        parts.append((images.decoded(files, partial(squeezed, side=16)), labels))
+    train, test = images.hold_back(parts[0], parts[1], part, len(parts[0][1]) // 10)
+    norm = images.normalise(images.IMAGENET_MEAN, images.IMAGENET_STD)
+    crop = images.crop_and_flip(2)
+    make = partial(model, len(classes))
+    return Classification(train, test, make, lambda batch, rng: norm(crop(batch, rng)), norm)
+
+
+_ptb = cache(corpus.ptb)  # by the size of the vocabulary
+_shakespeare = cache(corpus.shakespeare)
+
+
+def ptb(config: Config, *, words: int, units: int, dropout: float, init: float, unroll: int) -> Prediction:
+    """Penn Treebank with a two-layer LSTM whose input and output embeddings are one."""
+    text = _ptb(words)
+
+    def model() -> nn.Module:
+        lstm = LanguageModel(text.words, units, 2, dropout, tied=True, init=init)
+        return Carrying(lstm, 2, units, config.batch)
+
+    return Prediction(text, text.test if config.part == "test" else text.validation, model, unroll)
+
+
+def shakespeare(config: Config) -> Prediction:
+    """Tiny Shakespeare by characters with a small GPT."""
+    text = _shakespeare()
+    model = partial(Gpt, text.words, width=64, layers=2, heads=4, context=64)
+    return Prediction(text, text.test if config.part == "test" else text.validation, model, unroll=64)
+
+
+def resnet18() -> nn.Module:
+    """Make the paper's model for CIFAR-10."""
+    return ResNet((2, 2, 2, 2), 64, 10)
+
+
+def narrow_resnet(classes: int = 10) -> nn.Module:
+    """Make a ResNet-8 of 16 channels: 78,042 parameters for ten classes."""
+    return ResNet((1, 1, 1), 16, classes)
+
+
+TASKS: dict[str, Callable[[Config], Task]] = {
+    "digits": lambda config: digits(config.part),
     "digits-1m": wide_digits(968),  # 1,010,602 parameters
     "digits-11m": wide_digits(3290),  # 11,074,150 parameters
+    "cifar10": lambda config: cifar10(config.part, False, resnet18),
+    "cifar10-narrow": lambda config: cifar10(config.part, False, narrow_resnet),
+    "cifar10-small": lambda config: cifar10(config.part, True, small_convnet),
+    "imagenet": lambda config: imagenet(config.part),
+    "imagenet-narrow": lambda config: tiny_imagenet(config.part, narrow_resnet),
+    "imagenet-small": lambda config: tiny_imagenet(config.part, small_convnet),
+    # Zaremba et al.'s large model and its small sibling.
+    "ptb": partial(ptb, words=0, units=1500, dropout=0.65, init=0.04, unroll=35),
+    "ptb-small": partial(ptb, words=1000, units=64, dropout=0.0, init=0.1, unroll=10),
+    "shakespeare": shakespeare,
 }
 
 
@@ -164,4 +178,4 @@ def load(config: Config) -> Task:
     """Return the task of a configuration."""
     if config.task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {config.task!r}")
-    return TASKS[config.task](config.part)
+    return TASKS[config.task](config)

@@ -10,6 +10,7 @@ over the nodes (integers: those of the first node).
 """
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,13 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from rtopk.aggregate import average
-from rtopk.experiments.config import Config
-from rtopk.experiments.tasks import Shard, Task, load
+from rtopk.experiments.config import ADDED, Config
+from rtopk.experiments.node import Node
+from rtopk.experiments.shards import Batch
+from rtopk.experiments.tasks import Task, load
 from rtopk.memory import clip
-from rtopk.powersgd import LowRankNode, Matrices
 from rtopk.seed import derive
-from rtopk.sparsifier import Sparsifier
 from rtopk.transport import InProcess, Transport
+
+
+class Diverged(Exception):  # noqa: N818 -- nothing is wrong with the program
+    """The loss is no longer a finite number; the weights are those of the round before."""
 
 
 class Run:
@@ -35,8 +40,10 @@ class Run:
         self.config = config
         self.task = load(config) if task is None else task
         self.transport = InProcess(config.nodes) if transport is None else transport
+        self.device = device()
         with seeded(config.seed, "weights"):
             self.model = self.task.make_model()
+        self.model.to(self.device)
         self.layout = config.make_layout(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.codec = config.make_codec(self.layout.fingerprint)
@@ -78,17 +85,24 @@ class Run:
                 seeded(config.seed, "forward", node.number, self.round),
             ):
                 vector, loss = work(node, rate)
+            finite = math.isfinite(loss) and bool(vector.isfinite().all())
+            if any(self.anyone(not finite)):
+                raise Diverged(f"round {self.round}: loss {loss} at node {node.number}")
             with self.spend("compress"):
                 payloads.append(node.sparsifier.compress(vector, self.round))
             losses.append(loss)
         with self.spend("apply"):
-            self._apply(self._mean(payloads), rate)
+            self._apply(self._mean(payloads).to(self.device), rate)
         self.loss = sum(losses) / len(losses)
         self.round += 1
 
-    def _gradient(self, node: "Node", rate: float) -> tuple[Tensor, float]:
+    def batch(self, node: Node, step: int) -> Batch:
+        """Return a node's batch where the model is."""
+        return tuple(part.to(self.device) if isinstance(part, Tensor) else part for part in node.shard[step])
+
+    def _gradient(self, node: Node, rate: float) -> tuple[Tensor, float]:
         """Return the gradient of the node's batch, clipped if asked, and its loss."""
-        loss = self.task.loss(self.model, node.shard[self.round])
+        loss = self.task.loss(self.model, self.batch(node, self.round))
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
         vector = self.layout.flatten(dict(zip(self.parameters, gradients, strict=True)))
         if self.config.clip_norm:
@@ -98,7 +112,7 @@ class Run:
             vector = clip(vector, self.config.clip_norm * math.sqrt(self.config.nodes))
         return vector, float(loss.detach())
 
-    def _update(self, node: "Node", rate: float) -> tuple[Tensor, float]:
+    def _update(self, node: Node, rate: float) -> tuple[Tensor, float]:
         """Train on the node's data from the common weights; return common - own weights and the mean loss."""
         common = self.vector()
         loss = self.train_node(node, rate)
@@ -106,7 +120,7 @@ class Run:
         self._set(common)
         return update, loss
 
-    def train_node(self, node: "Node", rate: float) -> float:
+    def train_node(self, node: Node, rate: float) -> float:
         """Do a node's local training of this round; the model is left at its own weights."""
         config = self.config
         optimizer = torch.optim.SGD(
@@ -115,7 +129,7 @@ class Run:
         steps = config.local_steps or node.shard.steps_per_epoch
         total = 0.0
         for step in range(self.round * steps, (self.round + 1) * steps):
-            loss = self.task.loss(self.model, node.shard[step])
+            loss = self.task.loss(self.model, self.batch(node, step))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if config.clip_norm:
@@ -173,7 +187,7 @@ class Run:
         self.spent[stage] += time.perf_counter() - started - inside
 
     @contextmanager
-    def at(self, node: "Node") -> Iterator[None]:
+    def at(self, node: Node) -> Iterator[None]:
         """Put the node's buffers into the model, and what has become of them back."""
         buffers = dict(self.model.named_buffers())
         for name, value in node.buffers.items():
@@ -214,7 +228,7 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of the same configuration."""
         own = self.config.to_dict()
-        other = {name: (state["config"].get(name), own[name]) for name in own}
+        other = {name: (state["config"].get(name, ADDED.get(name)), own[name]) for name in own}
         differing = [f"{name}: {was!r}, now {now!r}" for name, (was, now) in other.items() if was != now]
         if differing:
             raise ValueError(f"checkpoint is of another configuration ({'; '.join(differing)})")
@@ -226,46 +240,12 @@ class Run:
         self.received, self.loss = state["received"], state["loss"]
 
 
-class Node:
-    """What belongs to one node: its data, its sparsifier with the memory, its buffers."""
-
-    def __init__(self, run: Run, number: int, shard: Shard) -> None:
-        self.number = number
-        self.shard = shard
-        self.buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-        config = run.config
-        self.sparsifier: Sparsifier | LowRankNode
-        if run.low_rank is not None:
-            self.sparsifier = LowRankNode(run.low_rank, config.make_memory())
-        else:
-            self.sparsifier = Sparsifier(
-                config.make_selector(),
-                config.make_density(),
-                config.make_memory(),
-                run.codec,
-                config.seed,
-                node=number,
-                layout=run.layout,
-            )
-
-    def answer(self, left: Matrices) -> Tensor:
-        """Return PowerSGD's second message."""
-        assert isinstance(self.sparsifier, LowRankNode)
-        return self.sparsifier.answer(left)
-
-    def residual_norm(self) -> float:
-        """Return the norm of the residual; 0 where nothing is kept."""
-        residual = getattr(self.sparsifier.memory, "residual", None)
-        return 0.0 if residual is None else float(torch.linalg.vector_norm(residual))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the node's part of a checkpoint."""
-        return {"sparsifier": self.sparsifier.state_dict(), "buffers": self.buffers}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self.sparsifier.load_state_dict(state["sparsifier"])
-        self.buffers = {name: value.clone() for name, value in state["buffers"].items()}
+def device() -> torch.device:
+    """Return where models are trained: RTOPK_DEVICE, by default the CPU; under torchrun a GPU for each process."""
+    chosen = torch.device(os.environ.get("RTOPK_DEVICE", "cpu"))
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return chosen
 
 
 @contextmanager
@@ -274,6 +254,8 @@ def seeded(*key: int | str) -> Iterator[None]:
     # Not torch.manual_seed: for devices that are not there it formats a stack trace, a millisecond per call.
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(derive(*key))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # dropout on a GPU draws from the GPU's own
+        torch.cuda.manual_seed(derive(*key))
     try:
         yield
     finally:

@@ -1,0 +1,49 @@
+"""The paper's Figures 2 to 6 from the records: training loss and score against rounds, mean over seeds."""
+
+from pathlib import Path
+from statistics import mean
+
+from rtopk.experiments.plot import STYLE
+from rtopk.experiments.standings import Standing, standings
+from rtopk.experiments.tables import Scale, Table
+
+
+def draw_figure(table: Table, scale: Scale, results: Path, path: Path) -> bool:
+    """Draw the curves of a table's rows; return whether there was anything to draw."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = standings(table, scale, results)
+    if not rows:
+        return False
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4))
+    for standing in rows:
+        colour, _ = STYLE[standing.row.method]
+        style = "-" if standing.row.density >= 0.01 else "--"
+        if standing.row.mean == "received":
+            style = "-." if standing.row.density >= 0.01 else ":"
+        for axis, name in zip(axes, ("train_loss", standing.metric), strict=True):
+            rounds, values = _mean_curve(standing, name)
+            axis.plot(rounds, values, color=colour, linestyle=style, label=standing.row.label, linewidth=1.4)
+    axes[0].set(title="training loss", xlabel="round")
+    axes[1].set(title=f"{rows[0].metric} on test data", xlabel="round")
+    if not rows[0].higher_is_better:
+        axes[1].set_yscale("log")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[1].legend(fontsize=8)
+    figure.suptitle(f"{table.title}: scale {scale}, as the paper's figure {table.figure}")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+def _mean_curve(standing: Standing, name: str) -> tuple[list[int], list[float]]:
+    """Return the mean over seeds at the rounds that all of them reached."""
+    curves = [{int(p["round"]): float(p[name]) for p in record["curve"]} for record in standing.records]
+    rounds = sorted(set.intersection(*[set(curve) for curve in curves]))
+    return rounds, [mean(curve[r] for curve in curves) for r in rounds]

@@ -1,0 +1,140 @@
+"""Records of a table -> where each row ended: mean over seeds, 95 % interval, and how methods compare."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, variance
+
+from rtopk.experiments.records import Record, read
+from rtopk.experiments.reproduce import best_rate, results_file
+from rtopk.experiments.runner import key_of
+from rtopk.experiments.tables import Row, Scale, Table
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a row of a table reached so far."""
+
+    row: Row
+    rate: float  # chosen on validation data
+    at_edge: bool  # the best rate is the first or last of the grid: a wider grid might do better
+    records: tuple[Record, ...]  # by seed
+    metric: str
+    higher_is_better: bool
+
+    @property
+    def scores(self) -> list[float]:
+        """Return the final scores by seed."""
+        return [float(record["final"][self.metric]) for record in self.records]
+
+    @property
+    def mean(self) -> float:
+        """Return the mean over seeds."""
+        return mean(self.scores)
+
+    @property
+    def half_width(self) -> float:
+        """Return half the 95 % interval of the mean (Student's t); infinite for one seed."""
+        n = len(self.records)
+        if n < 2:
+            return math.inf
+        return float(_t(n - 1) * math.sqrt(variance(self.scores) / n))
+
+    @property
+    def sent_bytes_per_round(self) -> float:
+        """Return the bytes that a node sent in a round, measured, mean over seeds."""
+        return float(mean(record["sent_bytes_per_round"] for record in self.records))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two rows against each other: positive where the first is better."""
+
+    first: Standing
+    second: Standing
+    advantage: float  # in units of the metric
+    half_width: float  # of the advantage's 95 % interval (Welch); infinite with one seed
+    paper: float | None  # the paper's advantage, where it has both figures
+
+    @property
+    def verdict(self) -> str:
+        """Say in a word what the interval says."""
+        if self.half_width == math.inf:
+            return "ahead (one seed)" if self.advantage > 0 else "behind (one seed)"
+        if abs(self.advantage) <= self.half_width:
+            return "undecided"
+        return "ahead" if self.advantage > 0 else "behind"
+
+
+def standings(table: Table, scale: Scale, results: Path, seeds: int = 1000) -> list[Standing]:
+    """Return the rows of a table that have results, in the table's order."""
+    records = {key_of(r): r for r in read(results_file(results, table, scale)) if r["kind"] == "train"}
+    found = []
+    for row in table.rows:
+        tuned = [records.get(config.key) for config in table.tuning(scale, row)]
+        complete = [record for record in tuned if record is not None]
+        if len(complete) < len(tuned):
+            continue
+        rate = best_rate(complete)
+        runs = _leading(records, [c.key for c in table.results(scale, row, rate, min(seeds, 50))])
+        if runs:
+            rates = table.setups[scale].rates
+            found.append(
+                Standing(row, rate, rate in (rates[0], rates[-1]), tuple(runs), runs[0]["metric"],
+                         runs[0]["higher_is_better"])
+            )  # fmt: skip
+    return found
+
+
+def _leading(records: dict[str, Record], keys: Sequence[str]) -> list[Record]:
+    found = []
+    for key in keys:
+        if key not in records:
+            break
+        found.append(records[key])
+    return found
+
+
+def compare(first: Standing, second: Standing) -> Comparison:
+    """Compare two rows by their final scores (Welch's interval; seeds also share their data split)."""
+    sign = 1.0 if first.higher_is_better else -1.0
+    advantage = sign * (first.mean - second.mean)
+    paper = None
+    if first.row.paper is not None and second.row.paper is not None:
+        paper = sign * (first.row.paper - second.row.paper)
+    return Comparison(first, second, advantage, _welch(first.scores, second.scores), paper)
+
+
+def best(rows: Sequence[Standing], method: str, density: float) -> Standing | None:
+    """Return a method's better mean at a density."""
+    fitting = [s for s in rows if s.row.method == method and (method == "dense" or s.row.density == density)]
+    return max(fitting, key=lambda s: s.mean if s.higher_is_better else -s.mean, default=None)
+
+
+def comparisons(rows: Sequence[Standing]) -> list[Comparison]:
+    """Return rTop-k against each other method at the same density, each with its better mean."""
+    found = []
+    for density in sorted({s.row.density for s in rows if s.row.method == "rtop-k"}, reverse=True):
+        ours = best(rows, "rtop-k", density)
+        for rival in ("top-k", "random-k", "dense"):
+            other = best(rows, rival, density)
+            if ours is not None and other is not None:
+                found.append(compare(ours, other))
+    return found
+
+
+def _welch(one: Sequence[float], other: Sequence[float]) -> float:
+    if min(len(one), len(other)) < 2:
+        return math.inf
+    a, b = variance(one) / len(one), variance(other) / len(other)
+    if a + b == 0.0:
+        return 0.0
+    freedom = (a + b) ** 2 / (a**2 / (len(one) - 1) + b**2 / (len(other) - 1))
+    return _t(freedom) * math.sqrt(a + b)
+
+
+def _t(freedom: float) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, freedom))

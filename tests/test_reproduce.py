@@ -1,0 +1,313 @@
+"""The paper's tables: every row runs on data made here; rates are tuned; nothing runs twice."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rtopk.experiments.config import Config
+from rtopk.experiments.records import append, read
+from rtopk.experiments.render import BEGIN, END, insert
+from rtopk.experiments.reproduce import best_rate, results_file, run_table
+from rtopk.experiments.runner import key_of, run_all
+from rtopk.experiments.standings import comparisons, standings
+from rtopk.experiments.studies import STUDIES
+from rtopk.experiments.tables import TABLES, check_scale, table
+from rtopk.experiments.tasks import TASKS
+from rtopk.experiments.train import Run
+from tiny_data import make_cifar, make_folder, make_ptb, make_text
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """All data sets of the small tasks, made up and tiny."""
+    root = tmp_path_factory.mktemp("data")
+    make_cifar(root, per_batch=20)
+    for part in ("train", "val"):
+        make_folder(
+            root / "tiny-imagenet-20" / part,
+            {f"n{i}": [("RGB", (64, 64))] * 7 + [("L", (64, 64))] for i in range(5)},
+        )
+    make_ptb(root, make_text(50, 2000), make_text(50, 300, 1), make_text(50, 300, 2))
+    return root
+
+
+def quietly(what, configs, names):
+    return lambda key, rounds: None
+
+
+@pytest.fixture
+def data(tiny, monkeypatch):
+    from rtopk.experiments import tasks
+
+    cached = (tasks.cifar10, tasks.tiny_imagenet, tasks._ptb)
+    monkeypatch.setenv("RTOPK_DATA", str(tiny))
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
+
+
+@pytest.mark.parametrize("number", TABLES)
+def test_every_row_of_every_table_runs(number, data, tmp_path):
+    chosen = TABLES[number]
+    rows = run_table(chosen, chosen.rows, "smoke", 1, 1, tmp_path, tmp_path / "work", quietly)
+    assert list(rows) == list(chosen.rows)
+    records = read(results_file(tmp_path, chosen, "smoke"))
+    choices = {r["row"]: r for r in records if r["kind"] == "choice"}
+    for row, runs in rows.items():
+        assert [run["config"]["seed"] for run in runs] == [0]
+        assert all(run["config"]["part"] == "test" for run in runs)
+        assert runs[0]["paper"] == {
+            "table": f"table-{number}", "title": chosen.title, "scale": "smoke", "row": row.label,
+            "value": row.paper,
+        }  # fmt: skip
+        choice = choices[row.label]
+        assert {run["config"]["learning_rate"] for run in runs} == {choice["chosen"]}
+        assert choice["chosen"] in choice["grid"]
+        best = (max if runs[0]["higher_is_better"] else min)(choice["scores"])
+        assert choice["scores"][choice["grid"].index(choice["chosen"])] == best
+    tuned = [r for r in records if r["kind"] == "train" and r["config"]["part"] == "validation"]
+    assert len(tuned) == len(chosen.rows) * 2
+    assert len(records) == len(chosen.rows) * (2 + 1 + 1)
+    again = run_table(chosen, chosen.rows, "smoke", 1, 1, tmp_path, tmp_path / "work", quietly)
+    assert again == rows
+    assert read(results_file(tmp_path, chosen, "smoke")) == records  # nothing ran again
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_studies_run(name, tmp_path):
+    chosen = STUDIES[name]
+    rows = run_table(chosen, chosen.rows, "smoke", 1, 1, tmp_path, tmp_path / "work", quietly)
+    labels = [row.label for row in rows]
+    assert len(set(labels)) == len(labels)
+    for row, runs in rows.items():
+        wanted = {option: value for option, value in row.options if option != "rounds"}
+        assert {option: runs[0]["config"][option] for option in wanted} == wanted
+    for row in chosen.rows:  # at the scale that counts
+        for config in chosen.tuning("small", row):
+            assert config.rounds == chosen.results("small", row, 0.1, 1)[0].rounds
+
+
+def test_tables_are_the_papers():
+    figures = {n: [row.paper for row in t.rows if row.paper is not None] for n, t in TABLES.items()}
+    assert figures == {
+        1: [92.40, 93.25, 92.46, 89.34, 86.12, 66.81],
+        2: [91.16, 92.02, 85.62, 88.51, 81.00, 61.07],
+        3: [69.70, 70.63, 63.06, 65.37, 57.80, 29.19],
+        4: [84.63, 82.49, 91.84, 84.31, 281.61],
+        5: [82.14, 82.02, 97.05, 81.97, 130.91],
+    }
+    for number, chosen in TABLES.items():
+        for scale, setup in chosen.setups.items():
+            config = setup.config
+            assert config.nodes == 5
+            assert config.setting == ("distributed" if number in (1, 4) else "federated")
+            assert config.memory == ("none" if number == 5 else "error-feedback")
+            assert config.task in TASKS
+            if scale == "small" and config.setting == "distributed":
+                assert config.rounds * 0.01 >= 30  # visits at 99 %
+    assert TABLES[1].setups["paper"].config.rounds == 150 * 78
+    assert TABLES[4].setups["paper"].config.warm_up == 5 * 265
+    with pytest.raises(ValueError, match="table must be 1 to 5, got 6"):
+        table(6)
+    with pytest.raises(ValueError, match="scale must be one of smoke, small, paper, got 'huge'"):
+        check_scale("huge")
+
+
+def test_best_rate_goes_by_the_metric():
+    runs = [
+        {"metric": "m", "higher_is_better": False, "final": {"m": score}, "config": {"learning_rate": rate}}
+        for score, rate in ((3.0, 0.1), (2.0, 0.3), (2.0, 0.2))
+    ]
+    assert best_rate(runs) == 0.2
+    for run in runs:
+        run["higher_is_better"] = True
+    assert best_rate(runs) == 0.1
+
+
+def test_records_of_older_versions_count(tmp_path):
+    """A record without an option that came later is that of the option's default."""
+    config = Config(rounds=2, nodes=2, batch=4, evaluate_every=2)
+    [record] = run_all([config], tmp_path / "a.jsonl", tmp_path / "work", 1, lambda key, rounds: None)
+    del record["config"]["split"]
+    record["key"] = "older"
+    assert key_of(record) == config.key
+    append(tmp_path / "b.jsonl", record)
+    assert run_all([config], tmp_path / "b.jsonl", tmp_path / "work2", 1, lambda k, r: None) == [record]
+    assert not (tmp_path / "work2").exists()
+
+
+def test_killed_and_started_again_goes_on(tiny, tmp_path):
+    """SIGKILL in the middle: the next call runs what is missing, keeps what is there, and prints the table."""
+    command = [
+        sys.executable, "-m", "rtopk", "reproduce", "--table", "5", "--scale", "smoke", "--seeds", "1",
+        "--jobs", "1", "--rows", "paper", "--data-dir", str(tiny), "--results", str(tmp_path),
+        "--work", str(tmp_path / "work"),
+    ]  # fmt: skip
+    file = tmp_path / "table-5-smoke.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = read(file)
+    assert 0 < len(before) < 20
+    result = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    after = read(file)
+    assert after[: len(before)] == before
+    assert len(after) == 5 * (2 + 1 + 1)
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["paper"] for row in rows] == [82.14, 82.02, 97.05, 81.97, 130.91]
+    assert all(row["seeds"] == 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--table", "9"], "9 is not in the range 0<=x<=5"),
+        ([], "name one of --table 1 to 5 and --study"),
+        (["--study", "luck"], "study must be one of warm-up, split"),
+        (["--study", "split", "--scale", "paper"], "a study has the scales smoke, small"),
+        (["--table", "1", "--scale", "huge"], "scale must be one of"),
+        (["--table", "1", "--rows", "some"], "rows must be all or paper"),
+    ],
+)
+def test_wrong_use(options, message):
+    result = subprocess.run(
+        [sys.executable, "-m", "rtopk", "reproduce", *options], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def written(path, row, scores, scale="small"):
+    """Write the tuning and result records of a row of table 2 as runs would have."""
+    chosen = TABLES[2]
+    for place, config in enumerate(chosen.tuning(scale, row)):
+        append(path, made(config, 40.0 + (place == 1)))
+    rate = chosen.setups[scale].rates[1]
+    for config, score in zip(chosen.results(scale, row, rate, len(scores)), scores, strict=True):
+        append(path, made(config, score))
+
+
+def made(config, score):
+    point = {"round": config.rounds, "train_loss": 1.0, "accuracy": score}
+    return {
+        "kind": "train", "key": config.key, "config": config.to_dict(), "metric": "accuracy",
+        "higher_is_better": True, "final": point,
+        "curve": [{**point, "round": 1}, point], "sent_bytes_per_round": 100.0, "diverged": False,
+    }  # fmt: skip
+
+
+def test_standings_compare_with_intervals(tmp_path):
+    file = results_file(tmp_path, TABLES[2], "small")
+    rows = {(row.method, row.density, row.mean): row for row in TABLES[2].rows}
+    written(file, rows["rtop-k", 0.01, "nodes"], [50.0, 51.0, 52.0])
+    written(file, rows["rtop-k", 0.01, "received"], [40.0, 41.0, 42.0])
+    written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.0, 57.0])
+    written(file, rows["dense", 1.0, "nodes"], [51.2, 51.0, 50.9])
+    written(file, rows["top-k", 0.001, "nodes"], [30.0])
+    found = standings(TABLES[2], "small", tmp_path)
+    assert [len(s.records) for s in found] == [3, 3, 3, 1, 3]
+    assert not any(s.at_edge for s in found)
+    ours = found[1]
+    assert ours.mean == 51.0
+    assert ours.half_width == pytest.approx(4.303 / 3**0.5, rel=1e-3)  # t(0.975, 2) s / sqrt(3)
+    assert found[3].half_width == float("inf")
+    against = {pair.second.row.label: pair for pair in comparisons(found)}
+    assert set(against) == {"Top-k 99 %", "baseline"}
+    top = against["Top-k 99 %"]
+    assert top.first.row.mean == "nodes"  # each method with its better mean
+    assert (top.advantage, top.verdict) == (-5.0, "behind")
+    assert top.paper == pytest.approx(6.40)
+    assert top.half_width == pytest.approx(2.776 * (2 / 3) ** 0.5, rel=1e-3)  # t(0.975, 4)
+    assert against["baseline"].verdict == "undecided"
+
+
+def test_tables_are_rendered_and_drawn(tmp_path):
+    file = results_file(tmp_path, TABLES[2], "small")
+    for row in TABLES[2].rows[:3]:
+        written(file, row, [50.0, 51.0])
+    (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    command = [sys.executable, "-m", "rtopk", "tables", "--results", str(tmp_path)]
+    command += ["--write", str(tmp_path / "page.md"), "--pictures", str(tmp_path)]
+    for _ in range(2):  # writing again changes nothing
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert "old" not in page
+    assert "| rTop-k 99 % | 92.02 | 50.50 ± 6.35 | 2 | 0.045 | 100 |" in page
+    assert "| rTop-k 99.9 % | 88.51 | not run yet | | | |" in page
+    assert "**Incomplete**: 7 of 10 rows have not run; the fewest seeds of a row are 2." in page
+    assert page.count("Not run yet.") == 4 + len(STUDIES)
+    assert (tmp_path / "figure-3.png").read_bytes()[:4] == b"\x89PNG"
+    assert not (tmp_path / "figure-2.png").exists()
+    with pytest.raises(ValueError, match="the page must hold the lines"):
+        insert("no marks", "tables")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 5])
+def test_under_torchrun_the_same_command_gives_the_same_weights(number, tiny, tmp_path):
+    """Five processes, one node each, distributed and federated; rates, rows and weights as in one process."""
+    options = ["reproduce", "--table", str(number), "--scale", "smoke", "--seeds", "1", "--rows", "paper"]
+    options += ["--jobs", "1", "--data-dir", str(tiny)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "5",
+        "-m",
+        "rtopk",
+    ]
+    found = []
+    for name, command in (("one", [sys.executable, "-m", "rtopk"]), ("five", torchrun)):
+        folders = ["--results", str(tmp_path / name), "--work", str(tmp_path / name / "work")]
+        result = subprocess.run(
+            [*command, *options, *folders], capture_output=True, text=True, timeout=600,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("scale smoke") == 1  # one process talks
+        found.append(read(tmp_path / name / f"table-{number}-smoke.jsonl"))
+    one, five = ({r["key"]: r.get("weights", r.get("chosen")) for r in records} for records in found)
+    assert one == five
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("RTOPK_DATA" not in os.environ, reason="needs the real data: RTOPK_DATA=folder")
+@pytest.mark.parametrize(
+    ("number", "row"),
+    [(number, row) for number, t in TABLES.items() for row in t.rows if row.paper is not None],
+    ids=lambda value: str(value) if isinstance(value, int) else value.label.replace(" ", ""),
+)
+def test_two_rounds_of_every_row_at_the_papers_scale(number, row):
+    """The paper's models, batches and data; a federated round is cut to one step, an epoch takes hours here."""
+    chosen = TABLES[number]
+    config = chosen.results("paper", row, chosen.setups["paper"].rates[0], 1)[0]
+    if config.setting == "federated":
+        config = dataclasses.replace(config, local_steps=1)
+    run = Run(config)
+    before = run.vector()
+    for _ in range(2):
+        run.advance()
+    assert run.round == 2
+    assert 0 < run.loss < 12
+    # Warm-up starts at a density of 25 %; five nodes and two rounds together move at least that much.
+    assert int((run.vector() != before).sum()) > 0.2 * run.layout.size
+    assert run.sent > 4 * 0.25 * run.layout.size
