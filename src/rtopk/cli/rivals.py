@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rivals(
-    task: str = typer.Option("digits", help="Whose panels to run."),
+    task: str = typer.Option("digits", help="digits, cifar10 or ptb; the last two need $RTOPK_DATA."),
     seeds: int = typer.Option(3, min=1, help="Runs of each result, with different seeds."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     results: Path = typer.Option(Path("results"), help="Folder of the records."),

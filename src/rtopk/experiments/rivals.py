@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rtopk.aggregate import Mean
 from rtopk.experiments.config import Config, MemoryName, Setting, Split
+from rtopk.experiments.tables import table
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,26 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
     )
 
 
+def _small(number: int, name: str, split: Split, threshold: float) -> Panel:
+    """Take a table's set-up at small scale, without its warm-up, whose bytes would differ."""
+    setup = table(number).setups["small"]
+    matrices = (Entrant("powersgd"),)
+    return Panel(
+        name=name,
+        config=dataclasses.replace(setup.config, warm_up=0, split=split),
+        rates=setup.rates,
+        pilot_rounds=4,
+        threshold=threshold,
+        budgets=(
+            (Budget(density=0.01), _core(_BOTH)),
+            (Budget(matrix_rank=1), (*_core(("nodes",)), *matrices)),
+            (Budget(density=0.01), _rest(("nodes",))),
+            (Budget(matrix_rank=2), matrices),
+            (Budget(matrix_rank=4), matrices),
+        ),
+    )
+
+
 PANELS: dict[str, tuple[Panel, ...]] = {
     "digits": (
         _digits("federated", "class", "none"),
@@ -110,6 +131,16 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         _digits("distributed", "iid"),
         _digits("federated", "iid", "none"),
         _digits("federated", "iid"),
+    ),
+    "cifar10": (
+        _small(1, "CIFAR-10, distributed, i.i.d.", "iid", 0.05),
+        _small(1, "CIFAR-10, distributed, split by class", "class", 0.05),
+        _small(2, "CIFAR-10, federated, i.i.d.", "iid", 0.02),
+        _small(2, "CIFAR-10, federated, split by class", "class", 0.02),
+    ),
+    "ptb": (
+        _small(4, "PTB, distributed", "contiguous", 0.01),
+        _small(5, "PTB, federated, no memory", "contiguous", 0.05),
     ),
 }
 
