@@ -28,6 +28,7 @@ def reproduce(
     work: Path = typer.Option(Path("runs/reproduce"), help="Folder of runs under way."),
     data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
     device: str | None = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu."),
+    tensorboard: bool = typer.Option(False, help="Write TensorBoard event files of every run too."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
 ) -> None:
     """Run one of the paper's tables and print both side by side.
@@ -45,6 +46,7 @@ def reproduce(
     from rtopk.experiments.reproduce import run_table
     from rtopk.experiments.runner import Progress
     from rtopk.experiments.standings import comparisons, standings
+    from rtopk.experiments.tensorboard import VARIABLE as tensorboard_variable  # noqa: N811
 
     try:
         if bool(table) == bool(study):
@@ -63,6 +65,8 @@ def reproduce(
     groups = [group for group in groups if group]
     if device is not None:
         os.environ["RTOPK_DEVICE"] = device
+    if tensorboard:
+        os.environ[tensorboard_variable] = "1"
     if data_dir is not None:
         os.environ[VARIABLE] = str(data_dir)  # the workers inherit it
     with ExitStack() as stack:
