@@ -145,7 +145,11 @@ def watch(line, folder):
         [sys.executable, "-u", "-m", "rtopk", *shlex.split(line)[1:]], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert "http://127.0.0.1:" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert "http://127.0.0.1:" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
     assert (process.returncode, errors.strip()) == (130, "stopped watching")

@@ -13,7 +13,7 @@ def workload(model: str, step_ms: float) -> Workload:
     """Read a model: 11200000, 11.2M, 7B, or the importable factory of a torch module.
 
     >>> workload("7B", 100.0).size
-    6999983520
+    6999696060
     """
     if ":" in model:
         return Workload(_shapes(model), step_ms)

@@ -41,8 +41,13 @@ def watch(
 
     Only this machine can see it (127.0.0.1). Ctrl-C ends it.
     """
+    import signal
+
     from rtopk.cli.show import console, errors
     from rtopk.report.watch import serve
+
+    # A shell starts what runs in the background with SIGINT ignored; whoever sends it here means it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def tell(address: str) -> None:
         console.print(f"Watching at {address} (Ctrl-C ends)", soft_wrap=True, highlight=False)
