@@ -99,6 +99,14 @@ def test_the_choice_of_learning_rates_is_shown():
     assert ">0.015<" in shown
 
 
+def test_a_benchmark_draws_what_it_compares_and_lists_everything():
+    rows = [{"d": d, "values": v, "method": m, "total_bits": 40.0 + d}
+            for d in (10, 20) for v, m in (("fp32", "rtopk"), ("fp32", "raw64"), ("4bit", "rtopk"))]  # fmt: skip
+    html, charts = show(Study("bench", "bench codec", "codec.json", {"rows": rows}))
+    assert [series["x"] for series in charts[0]["series"]] == [["d 10", "d 20"]] * 2
+    assert html.count("4bit") == 2
+
+
 def test_a_link_benchmark_has_a_chart_for_each_link():
     row = {"model": "resnet18", "size": 10, "nodes": 4, "mbit": 100.0, "method": "rtopk", "density": 0.001,
            "values": "fp16", "step_ms": 1102.0, "off_ms": 697.0}  # fmt: skip

@@ -59,6 +59,7 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> list[Plain]:
     what = next((name for name in MEASURES if all(_is_number(row.get(name)) for row in rows)), None)
     if who is None or what is None:
         return []
+    rows = _compared(rows, who)
     differing = [name for name in SETTINGS if len({str(row.get(name)) for row in rows}) > 1]
     groups = list(dict.fromkeys(_place(row, differing) for row in rows))
     series = []
@@ -124,6 +125,14 @@ def _method(row: Mapping[str, Any]) -> str:
     """Name a row as the benchmark prints it: the method, its density in percent, its values."""
     density = f" {100 * row['density']:g} %" if row.get("density") else ""
     return f"{row['method']}{density}" + (f" {row['values']}" if row.get("values") else "")
+
+
+def _compared(rows: Sequence[Mapping[str, Any]], who: str) -> Sequence[Mapping[str, Any]]:
+    """Keep the settings in which several methods were measured, if there are any; the table has the others."""
+    methods: dict[str, set[str]] = {}
+    for row in rows:
+        methods.setdefault(_place(row, SETTINGS), set()).add(str(row[who]))
+    return [row for row in rows if len(methods[_place(row, SETTINGS)]) > 1] or rows
 
 
 def _is_number(value: object) -> bool:
