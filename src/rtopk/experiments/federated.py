@@ -81,7 +81,7 @@ class _OneNode:
 
     def exchange(self, payloads: Any) -> list[Tensor]:
         """Refuse: Flower carries the payloads."""
-        raise NotImplementedError("the payloads of a Flower client are carried by Flower")
+        raise RuntimeError("a Flower client cannot exchange payloads by itself: Flower carries them")
 
 
 def arrays_of(run: Run) -> ArrayRecord:
