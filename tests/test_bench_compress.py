@@ -7,7 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from rtopk.bench import compress
-from rtopk.bench.compress import METHODS, Plan, Row, bars
+from rtopk.bench.compress import Plan, Row, bars
+from rtopk.bench.compress_methods import METHODS
 from rtopk.bench.gradients import real, synthetic
 from rtopk.cli import app
 

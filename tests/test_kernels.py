@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels, simd
-from rtopk.bench.compress import Fused
+from rtopk.bench.compress_methods import Fused
 from rtopk.bench.gradients import synthetic
 from rtopk.kernels import Search
 from rtopk.seed import generator

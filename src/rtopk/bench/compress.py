@@ -13,23 +13,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rtopk.bench.compress_methods import FACTOR, METHODS, Floor, Fused
 from rtopk.bench.gradients import Gradients, real, synthetic
 from rtopk.experiments.models import mlp
 from rtopk.kernels import Search, reaches
-from rtopk.memory import ErrorFeedback
 from rtopk.seed import derive, generator
-from rtopk.select import RTopK, Tracker, draw
-from rtopk.sparse import SparseVector
 
 SIZES = (1_000_000, 11_200_000, 66_000_000)
 DENSITIES = (0.01, 0.001)
-FACTOR = 5  # r / k
 WARM = 12  # steps before the first measured one: the residual grows fast at first
 LARGE = 11_000_000  # the bars speak of vectors from here on
 
@@ -60,92 +57,6 @@ class Plan:
 
 
 QUICK = Plan(sizes=(11_200_000,), repetitions=9, rivals_every=9)
-
-
-class Method(Protocol):
-    """One step of a compressor that keeps its own residual."""
-
-    def step(self, gradient: Tensor, step: int) -> None:
-        """Accumulate, select, take out."""
-
-
-class Floor:
-    """Only accumulate."""
-
-    def __init__(self, d: int, k: int) -> None:
-        self.residual = torch.zeros(d)
-
-    def step(self, gradient: Tensor, step: int) -> None:
-        """Accumulate."""
-        self.residual.add_(gradient)
-
-
-class Fused:
-    """This library: memory and selector."""
-
-    def __init__(self, d: int, k: int) -> None:
-        self.k = k
-        self.memory = ErrorFeedback()
-        self.tracker = Tracker(RTopK(r_over_k=FACTOR))
-
-    def step(self, gradient: Tensor, step: int) -> None:
-        """Accumulate, select, take out."""
-        search = self.tracker.search(self.k, gradient.numel())
-        if search is None:
-            vector, candidates = self.memory.add(gradient), None
-        else:
-            vector, candidates = self.memory.add(gradient, *search)
-        self.memory.subtract(self.tracker.select(vector, self.k, generator(step), candidates))
-
-
-class FullTopK:
-    """The usual way: abs().topk over the whole vector."""
-
-    def __init__(self, d: int, k: int) -> None:
-        self.k, self.residual = k, torch.zeros(d)
-
-    def step(self, gradient: Tensor, step: int) -> None:
-        """Accumulate, select, take out."""
-        self.residual.add_(gradient)
-        best = self.residual.abs().topk(FACTOR * self.k, sorted=False).indices
-        _send(self.residual, best, self.k, step)
-
-
-class SampledThreshold:
-    """DGC: the threshold of a sample of 1 %, corrected until it fits roughly (as in the GRACE library)."""
-
-    def __init__(self, d: int, k: int) -> None:
-        self.k, self.residual = k, torch.zeros(d)
-
-    def step(self, gradient: Tensor, step: int) -> None:
-        """Accumulate, select, take out."""
-        self.residual.add_(gradient)
-        d, r = self.residual.numel(), FACTOR * self.k
-        magnitude = self.residual.abs()
-        sample = magnitude[torch.randint(d, (max(1, d // 100),), generator=generator(step, "sample"))]
-        threshold = float(sample.topk(max(1, r * sample.numel() // d), sorted=False).values.min())
-        mask = magnitude >= threshold
-        for _ in range(10):
-            found = int(mask.sum())
-            if 0.7 * r <= found <= 1.3 * r:
-                break
-            threshold *= 1.3 if found > r else 0.7
-            mask = magnitude >= threshold
-        best = mask.nonzero()[:, 0]
-        _send(self.residual, best, min(self.k, best.numel()), step)
-
-
-def _send(residual: Tensor, best: Tensor, k: int, step: int) -> None:
-    sent = SparseVector.gather(residual, best[draw(best.numel(), k, generator(step))])
-    residual[sent.indices] -= sent.values
-
-
-METHODS: dict[str, Callable[[int, int], Method]] = {
-    "floor": Floor,
-    "rtopk": Fused,
-    "topk": FullTopK,
-    "dgc": SampledThreshold,
-}
 
 
 def measure(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Iterator[tuple[str, list[Row]]]:
