@@ -162,14 +162,16 @@ def accumulate_(
     return _collect(loop, residual.numel(), search, Scratch() if scratch is None else scratch)
 
 
-def scan(vector: Tensor, search: Search) -> Candidates:
-    """Return the entries at or above a floor."""
+def scan(vector: Tensor, search: Search, scratch: Scratch | None = None) -> Candidates:
+    """Return the entries at or above a floor; the compiled loops count NaN and Inf as the largest of all."""
     size = vector.numel() if search.size is None else search.size
     if not compilable(vector):
         return Candidates((twin.collect(vector[:size], search.floor, search.wanted),), search.floor)
     from rtopk import loops
 
-    return _collect(partial(loops.scan, _array(vector)), size, search, Scratch())
+    return _collect(
+        partial(loops.scan, _array(vector)), size, search, Scratch() if scratch is None else scratch
+    )
 
 
 def search_largest(vector: Tensor, r: int) -> Candidates:

@@ -117,6 +117,25 @@ class ErrorFeedback:
         self.residual = residual
         return residual if candidates is None else (residual, candidates)
 
+    def adopt(self, total: Tensor, search: Search | None = None) -> tuple[Tensor, Candidates | None]:
+        """Take residual + gradient, which the caller has summed, as the residual; the old one is left as it is.
+
+        For a caller that must be able to take a step back and has the room for two residuals: nothing is
+        copied, and the look for candidates is also the check.
+        """
+        _accept(total, self.residual)
+        if search is None or not kernels.compilable(total):
+            require_finite(total, "residual + gradient")
+            candidates = None if search is None else kernels.scan(total, search)
+        else:
+            candidates = kernels.scan(total, search, self._scratch)
+            unsearched = total[total.numel() if search.size is None else search.size :]
+            if any(kernels.reaches(v, math.inf) for v in (*(v for _, v in candidates.parts), unsearched)):
+                require_finite(total, "residual + gradient")
+        self._headroom.forget()
+        self.residual = total
+        return total, candidates
+
     def subtract(self, sent: SparseVector) -> None:
         """Take what was sent out of the residual."""
         self._headroom.spend(_take_out(self.residual, sent, self._headroom))

@@ -3,14 +3,14 @@
 Algorithm 1 of the paper, "On Nodes": add to memory, select, encode, subtract what was decoded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
-from rtopk.kernels import Candidates
+from rtopk.kernels import Candidates, Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.rivals import Rule, Seat, Seated
@@ -57,15 +57,28 @@ class Sparsifier:
 
     def compress(self, gradient: Tensor, step: int) -> Tensor:
         """Return the payload of this step; a gradient that is refused leaves all state as it was."""
-        if self.layout is not None and gradient.numel() != self.layout.size:
-            raise ValueError(f"gradient must have {self.layout.size} entries, got {gradient.numel()}")
+
+        def add(search: Search | None) -> tuple[Tensor, Candidates | None]:
+            return (self.memory.add(gradient), None) if search is None else self.memory.add(gradient, *search)
+
+        return self._compress(add, gradient.numel(), step)
+
+    def compress_sum(self, total: Tensor, step: int) -> Tensor:
+        """Return the payload of this step, where the caller has summed residual + gradient in `total`.
+
+        For a memory with `adopt`: `total` becomes its residual, the old one is the caller's, as it was.
+        """
+        adopt = cast(ErrorFeedback, self.memory).adopt
+        return self._compress(lambda search: adopt(total, search), total.numel(), step)
+
+    def _compress(
+        self, accumulate: Callable[[Search | None], tuple[Tensor, Candidates | None]], size: int, step: int
+    ) -> Tensor:
+        if self.layout is not None and size != self.layout.size:
+            raise ValueError(f"gradient must have {self.layout.size} entries, got {size}")
         rng = generator(self.seed, self.node, step)
-        sparse_size, k = self._split(gradient.numel(), self.density(step))
-        search = self.tracker.search(k, sparse_size)
-        if search is None:
-            accumulated, candidates = self.memory.add(gradient), None  # (d,)
-        else:
-            accumulated, candidates = self.memory.add(gradient, *search)
+        sparse_size, k = self._split(size, self.density(step))
+        accumulated, candidates = accumulate(self.tracker.search(k, sparse_size))  # (d,)
         if self.seat is not None:
             self.seat.begin(step)
         chosen = self._choose(accumulated, sparse_size, k, rng, candidates)

@@ -1,18 +1,21 @@
 """The tensors that compete for one selection: all of a model, or one parameter.
 
 A group takes the gradients of its tensors, makes the payload, and can take the whole step back: what its
-memory held before is kept until the exchange has succeeded on every rank.
+memory held before is kept until the exchange has succeeded on every rank. With plain error feedback each
+gradient is added, as it comes, to the residual in a second buffer, and the two change places in the end. All
+else (clipping, loss scaling, momentum correction, tensors without a part) takes copies first.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from rtopk import kernels
 from rtopk.aggregate import Mean, average, average_sparse
 from rtopk.layout import Layout
-from rtopk.memory import clip
+from rtopk.memory import ErrorFeedback, clip
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
 
@@ -32,22 +35,36 @@ class Group:
             zip(layout.names, zip(layout.offsets, layout.offsets[1:], strict=False), strict=True)
         )
         self._offsets = torch.tensor(layout.offsets)
-        zeros = torch.zeros(layout.size, dtype=dtype, device=device)
-        sparsifier.memory.add(zeros)  # makes the memory, so that a state is complete from the start
-        # One tensor's gradient is used where it lies; several are copied side by side.
-        self._joint = zeros if len(layout.names) > 1 else None
-        self._gradient = zeros
+        # Makes the memory, so that a state is complete from the start.
+        sparsifier.memory.add(torch.zeros(layout.size, dtype=dtype, device=device))
+        self._gradient = torch.empty(0)  # several tensors' side by side; one tensor's where it lies
+        self._sums = False  # this round adds to the residual at once, in `_spare`
+        self._spare: Tensor | None = None  # the second buffer
         self._before: dict[str, Any] | None = None  # the memory before this step
-        self._kept: dict[str, Tensor] = {}  # its tensors' buffers, made once
+        self._kept: dict[str, Tensor] = {}  # buffers for copies of its tensors, made once
+
+    def begin(self, plain: bool) -> None:
+        """Begin a round; `plain`: every tensor takes part, and gradients are used as they come."""
+        self.rollback()  # a round that was broken off
+        memory = self.sparsifier.memory
+        residual = memory.residual if plain and type(memory) is ErrorFeedback else None
+        self._sums = residual is not None and residual.dtype == self.dtype and kernels.compilable(residual)
+        if residual is not None and self._sums and self._spare is None:
+            self._spare = kernels.zeros(residual)
 
     def put(self, name: str, gradient: Tensor) -> None:
         """Take the gradient of a tensor; it must stay as it is until `compress`."""
-        if self._joint is None:
-            self._gradient = gradient.reshape(-1).to(self.dtype)
-            return
         begin, end = self.bounds[name]
-        self._joint[begin:end].view(gradient.shape).copy_(gradient)
-        self._gradient = self._joint
+        if self._sums:
+            buffers = self._tensors()["residual"], cast(Tensor, self._spare)
+            residual, total = (buffer[begin:end].view(gradient.shape) for buffer in buffers)
+            torch.add(residual, gradient, out=total)
+        elif len(self.bounds) == 1:
+            self._gradient = gradient.reshape(-1).to(self.dtype)
+        else:
+            if not self._gradient.numel():
+                self._gradient = torch.zeros(self.layout.size, dtype=self.dtype, device=gradient.device)
+            self._gradient[begin:end].view(gradient.shape).copy_(gradient)
 
     def compress(
         self, step: int, scale: float, idle: Collection[str], clip_norm: float | None = None
@@ -56,6 +73,9 @@ class Group:
 
         The memory of `idle` tensors, which took no part in this step, is neither sent nor changed.
         """
+        if self._sums:
+            self._before = dict(vars(self.sparsifier.memory))
+            return self.sparsifier.compress_sum(cast(Tensor, self._spare), step)
         gradient = self._gradient if scale == 1.0 else self._gradient / scale
         if clip_norm is not None:
             gradient = clip(gradient, clip_norm)
@@ -82,24 +102,32 @@ class Group:
 
     def culprit(self) -> str | None:
         """Return the first tensor whose gradient, or memory with it, is not finite."""
-        for vector in (self._gradient, *self._tensors().values()):
+        taken = cast(Tensor, self._spare) if self._sums else self._gradient
+        for vector in (taken, *self._tensors().values()):
             for name, (begin, end) in self.bounds.items():
                 if not bool(vector[begin:end].isfinite().all()):
                     return name
         return None
 
+    def is_sparse(self, step: int, ranks: int) -> bool:
+        """Say whether the mean of a step is kept sparse, which is cheaper if few entries arrive."""
+        size = self.layout.size
+        return ranks * self.sparsifier.entries(size, step) < SPARSE_BELOW * size
+
+    def clear(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients to zero, which `write` counts on for a sparse mean."""
+        for name in self.bounds:
+            gradients[name].zero_()
+
     def mean(
-        self, payloads: Sequence[Tensor], mean: Mean, weights: Sequence[float] | None = None
+        self, payloads: Sequence[Tensor], sparse: bool, mean: Mean, weights: Sequence[float] | None = None
     ) -> Tensor | SparseVector:
-        """Decode the ranks' payloads and return their mean, sparse where that is cheaper."""
+        """Decode the ranks' payloads and return their mean."""
         vectors = [self.sparsifier.codec.decode(payload, size=self.layout.size) for payload in payloads]
-        total = sum(len(vector) for vector in vectors)
-        if total < SPARSE_BELOW * self.layout.size:
-            return average_sparse(vectors, mean, weights)
-        return average(vectors, mean, weights)
+        return average_sparse(vectors, mean, weights) if sparse else average(vectors, mean, weights)
 
     def write(self, mean: Tensor | SparseVector, scale: float, gradients: Mapping[str, Tensor]) -> None:
-        """Put the mean, times `scale`, in the place of the gradients."""
+        """Put the mean, times `scale`, in the place of the gradients; for a sparse one they are `clear`ed."""
         if isinstance(mean, Tensor):
             if scale != 1.0:
                 mean = mean * scale
@@ -111,9 +139,7 @@ class Group:
         for number, (name, (begin, end)) in enumerate(self.bounds.items()):
             gradient = gradients[name]
             here = slice(cuts[number], cuts[number + 1])
-            flat = (
-                gradient.new_zeros(end - begin) if not gradient.is_contiguous() else gradient.view(-1).zero_()
-            )
+            flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
             places = (mean.indices[here] - begin).to(flat.device)
             flat[places] = values[here].to(flat)
             if not gradient.is_contiguous():
@@ -125,12 +151,15 @@ class Group:
             return
         held = vars(self.sparsifier.memory)
         held.update(self._before)
-        for name, tensor in self._tensors().items():
-            tensor.copy_(self._kept[name])
+        if not self._sums:
+            for name, tensor in self._tensors().items():
+                tensor.copy_(self._kept[name])
         self._before = None
 
     def commit(self) -> None:
         """Make this step final."""
+        if self._before is not None and self._sums:
+            self._spare = self._before["residual"]
         self._before = None
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -149,7 +178,7 @@ class Group:
         held = vars(self.sparsifier.memory)
         now = dict(held)
         if self._before is not None:  # what this step has sent may never arrive
-            held.update({**self._before, **self._kept})
+            held.update(self._before if self._sums else {**self._before, **self._kept})
         memory = self.sparsifier.memory.state_dict()
         held.update(now)
         return {

@@ -8,7 +8,7 @@ there. Every collective is issued in the hook's body, in the order of the bucket
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,9 @@ def take(state: "State", bucket: dist.GradBucket) -> "torch.futures.Future[Tenso
     if bucket.index() == 0 or state.round is None:
         refuse_join(state.model)
         state.round = Round(state.scale)
+        plain = state.scale == 1.0 and state.used is None and state.options.clip_norm is None
+        for group in state.groups:
+            group.begin(plain)
     this = state.round
     buffer: Tensor = bucket.buffer()
     devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
@@ -114,14 +117,19 @@ def _send(state: "State", this: Round, groups: list[Group]) -> None:
 
 def _finish(state: "State", this: Round) -> None:
     started = time.perf_counter()
+    sparse = {group: group.is_sparse(state.step, state.world_size) for group in state.groups}
     try:
+        for group in state.groups:
+            if sparse[group]:
+                group.clear(this.gradients)  # while messages are under way
+        waiting = time.perf_counter()
         arrived = [message.exchange.wait() for message in this.messages]  # [message][rank]
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - waiting
         refusal = _judge(state, this, arrived)
         if refusal:
             _skip(state, this, refusal)
         else:
-            _average(state, this, arrived)
+            _average(state, this, arrived, sparse)
     except Exception:
         for group in state.groups:
             group.rollback()
@@ -176,14 +184,14 @@ def _skip(state: "State", this: Round, refusal: str) -> None:
     log.warning("all ranks skip this step. %s", state.refusal)
 
 
-def _average(state: "State", this: Round, arrived: list[list[Tensor]]) -> None:
+def _average(state: "State", this: Round, arrived: list[list[Tensor]], sparse: Mapping[Group, bool]) -> None:
     for message, ranks in zip(this.messages, arrived, strict=True):
         begin = control.SIZE
         for group, size in zip(message.groups, message.sizes, strict=True):
             payloads = [payload[begin : begin + size] for payload in ranks]
             begin += size
             try:
-                mean = group.mean(payloads, state.options.mean, state.options.weights)
+                mean = group.mean(payloads, sparse[group], state.options.mean, state.options.weights)
             except PayloadError as error:
                 raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
             group.write(mean, this.scale, this.gradients)
