@@ -141,7 +141,7 @@ class Group:
             here = slice(cuts[number], cuts[number + 1])
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
             places = (mean.indices[here] - begin).to(flat.device)
-            flat[places] = values[here].to(flat)
+            flat.scatter_(0, places, values[here].to(flat))
             if not gradient.is_contiguous():
                 gradient.copy_(flat.view(gradient.shape))
 
