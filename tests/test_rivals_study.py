@@ -12,7 +12,7 @@ from rtopk.experiments.equal_bytes import CLOSE, TUNING_SEED, follow
 from rtopk.experiments.heats import Ledger, play
 from rtopk.experiments.rivals import PANELS, Budget, Entrant
 
-PANEL = PANELS["digits"][2]
+PANEL = PANELS["digits"][1]
 SIZE = 26_122
 
 

@@ -79,9 +79,11 @@ def _frame(axis: Any, standings: Sequence[Standing]) -> None:
     """Leave out what failed altogether: it would press all others together."""
     scores = sorted(mean(s.scores) for s in standings)
     low, middle, high = scores[0], scores[len(scores) // 2], scores[-1]
+    if low == high:
+        return
     if standings[0].records[0]["higher_is_better"]:
-        reach = 5 * (high - middle)
+        reach = 5 * (high - middle) or high - low
         axis.set_ylim(max(low, middle - reach) - 0.05 * reach, high + 0.1 * reach)
     else:
-        reach = 5 * (middle - low)
+        reach = 5 * (middle - low) or high - low
         axis.set_ylim(low - 0.1 * reach, min(high, middle + reach) + 0.05 * reach)

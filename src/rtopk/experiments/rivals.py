@@ -53,19 +53,24 @@ class Panel:
     budgets: tuple[tuple[Budget, tuple[Entrant, ...]], ...]
 
 
-_BOTH: tuple[Mean, ...] = ("nodes", "received")
+def _means(memory: MemoryName) -> tuple[Mean, ...]:
+    """Return the means that are worth a try: with error feedback the one over the received diverges."""
+    return ("nodes", "received") if memory == "none" else ("nodes",)
 
 
-def _each(methods: tuple[str, ...], means: tuple[Mean, ...], values: str = "fp32") -> tuple[Entrant, ...]:
-    return tuple(Entrant(method, mean, values) for mean in means for method in methods)
+def _core(memory: MemoryName) -> tuple[Entrant, ...]:
+    return tuple(
+        Entrant(method, mean) for mean in _means(memory) for method in ("top-k", "rtop-k", "dealt-k")
+    )
 
 
-def _core(means: tuple[Mean, ...]) -> tuple[Entrant, ...]:
-    return _each(("top-k", "rtop-k", "dealt-k"), means)
+def _all(memory: MemoryName) -> tuple[Entrant, ...]:
+    mean = _means(memory)[-1]
+    rest = [Entrant(method, mean) for method in ("rage-k", "threshold")]
+    return (*_core(memory), *rest, *(Entrant(method, mean, "4bit") for method in ("rtop-k", "dealt-k")))
 
 
-def _rest(means: tuple[Mean, ...]) -> tuple[Entrant, ...]:
-    return (*_each(("rage-k", "threshold"), means), *_each(("rtop-k", "dealt-k"), means, "4bit"))
+_MATRICES = (Entrant("powersgd"),)
 
 
 def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback") -> Panel:
@@ -78,19 +83,6 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
         rounds=60 if far else 600,
         evaluate_every=5 if far else 50,
     )
-    some: tuple[Mean, ...] = _BOTH if far else ("nodes",)
-    matrices = (Entrant("powersgd"),)
-    # What matters most comes first: a study that is stopped has it for all panels.
-    budgets = (
-        (Budget(density=0.01), _core(_BOTH)),
-        (Budget(matrix_rank=1), (*_core(("nodes",)), *matrices)),
-        (Budget(density=0.01), _rest(("nodes",))),
-        (Budget(density=0.001), _core(_BOTH) if far else ()),
-        (Budget(matrix_rank=2), matrices),
-        (Budget(matrix_rank=4), (*matrices, *_core(("nodes",)))),
-        (Budget(density=0.01), _rest(("received",))),
-        (Budget(matrix_rank=1), (*_core(("received",)), *_rest(some))),
-    )
     apart = "split by class" if split == "class" else "i.i.d."
     kept = "" if not far else ", error feedback" if memory == "error-feedback" else ", no memory"
     return Panel(
@@ -99,26 +91,29 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
         rates=(0.02, 0.05, 0.12, 0.3, 0.8) if far else (0.004, 0.01, 0.025, 0.06, 0.15, 0.4),
         pilot_rounds=10,
         threshold=0.05,
-        budgets=budgets,
+        budgets=(
+            (Budget(density=0.01), _all(memory)),
+            (Budget(matrix_rank=1), (*_MATRICES, *_all(memory))),
+            (Budget(matrix_rank=2), _MATRICES),
+        ),
     )
 
 
 def _small(number: int, name: str, split: Split, threshold: float) -> Panel:
-    """Take a table's set-up at small scale, without its warm-up, whose bytes would differ."""
+    """Take the small set-up of a federated table, shorter, and without warm-up, whose bytes would differ."""
     setup = table(number).setups["small"]
-    matrices = (Entrant("powersgd"),)
+    config = dataclasses.replace(
+        setup.config, local_steps=10, rounds=100, evaluate_every=10, warm_up=0, split=split
+    )
     return Panel(
         name=name,
-        config=dataclasses.replace(setup.config, warm_up=0, split=split),
+        config=config,
         rates=setup.rates,
         pilot_rounds=4,
         threshold=threshold,
         budgets=(
-            (Budget(density=0.01), _core(_BOTH)),
-            (Budget(matrix_rank=1), (*_core(("nodes",)), *matrices)),
-            (Budget(density=0.01), _rest(("nodes",))),
-            (Budget(matrix_rank=2), matrices),
-            (Budget(matrix_rank=4), matrices),
+            (Budget(matrix_rank=1), (*_MATRICES, *_all(config.memory))),
+            (Budget(density=0.01), _core(config.memory)),
         ),
     )
 
@@ -126,22 +121,11 @@ def _small(number: int, name: str, split: Split, threshold: float) -> Panel:
 PANELS: dict[str, tuple[Panel, ...]] = {
     "digits": (
         _digits("federated", "class", "none"),
-        _digits("federated", "class"),
-        _digits("distributed", "class"),
         _digits("distributed", "iid"),
-        _digits("federated", "iid", "none"),
-        _digits("federated", "iid"),
+        _digits("federated", "class"),
     ),
-    "cifar10": (
-        _small(1, "CIFAR-10, distributed, i.i.d.", "iid", 0.05),
-        _small(1, "CIFAR-10, distributed, split by class", "class", 0.05),
-        _small(2, "CIFAR-10, federated, i.i.d.", "iid", 0.02),
-        _small(2, "CIFAR-10, federated, split by class", "class", 0.02),
-    ),
-    "ptb": (
-        _small(4, "PTB, distributed", "contiguous", 0.01),
-        _small(5, "PTB, federated, no memory", "contiguous", 0.05),
-    ),
+    "cifar10": (_small(2, "CIFAR-10, federated, split by class", "class", 0.02),),
+    "ptb": (_small(5, "PTB, federated, no memory", "contiguous", 0.05),),
 }
 
 
