@@ -94,7 +94,7 @@ def test_smoke_runs_goes_on_and_shows_what_is_recorded(tmp_path):
         "threshold"
     }
     table = CliRunner().invoke(app, [*[c for c in command if c != "--json"], *folders, "--recorded"])
-    assert "digits, distributed, split by class" in table.stdout
+    assert "digits, distributed, i.i.d." in table.stdout
 
 
 def test_nothing_recorded_is_an_error(tmp_path):
