@@ -176,7 +176,7 @@ def test_killed_and_started_again_goes_on(tiny, tmp_path):
     [
         (["--table", "9"], "9 is not in the range 0<=x<=5"),
         ([], "name one of --table 1 to 5 and --study"),
-        (["--study", "luck"], "study must be one of warm-up, split"),
+        (["--study", "luck"], "study must be one of warm-up, candidates"),
         (["--study", "split", "--scale", "paper"], "a study has the scales smoke, small"),
         (["--table", "1", "--scale", "huge"], "scale must be one of"),
         (["--table", "1", "--rows", "some"], "rows must be all or paper"),

@@ -40,6 +40,8 @@ def _each(
 _BOTH = (("rtop-k", "nodes"), ("top-k", "nodes"))
 _BOTH_MEANS = (("rtop-k", "received"), ("rtop-k", "nodes"), ("top-k", "received"), ("top-k", "nodes"))
 
+_FROM_TOP_K = [(f"r = {r:g} k", {"r_over_k": r}) for r in (1.0, 1.5, 2.0, 3.0, 5.0)]  # to the paper's r = n k
+
 STUDIES = {
     "warm-up": _study(
         "study-warm-up", "Warm-up at 99 %: with k / r = 1/5, densities above 20 % make rTop-k random-k",
@@ -50,6 +52,18 @@ STUDIES = {
             ("from 5 %, 150 rounds", {"warm_up": 150, "warm_up_start": 0.05}),
             ("from 25 %, 500 rounds", {"warm_up": 500}),
         )),
+    ),
+    "candidates": _study(
+        "study-candidates", "Among how many to draw, distributed, error feedback, 99 %", _BATCHES, _RATES,
+        _each((("rtop-k", "nodes"),), [
+            *((f"i.i.d., {note}", options) for note, options in _FROM_TOP_K),
+            *((f"by class, {note}", {**options, "split": "class"}) for note, options in _FROM_TOP_K),
+        ]),
+    ),
+    "candidates-federated": _study(
+        "study-candidates-federated", "Among how many to draw, by class, federated, no memory, 99 %",
+        dataclasses.replace(_EPOCHS, split="class"), _EPOCH_RATES,
+        _each((("rtop-k", "received"),), [*_FROM_TOP_K, ("r = 10 k", {"r_over_k": 10.0})]),
     ),
     "split": _study(
         "study-split", "How data is divided, federated, no memory, 99 %", _EPOCHS, _EPOCH_RATES,
