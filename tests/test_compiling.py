@@ -15,7 +15,9 @@ def run(program, folder):
 
 
 def test_nothing_is_compiled_at_import(tmp_path):
-    said, compiled = run("import rtopk, rtopk.simd, rtopk.loops, rtopk.wire.positions", tmp_path)
+    said, compiled = run(
+        "import rtopk, rtopk.simd, rtopk.loops, rtopk.cut, rtopk.draws, rtopk.wire.positions", tmp_path
+    )
     assert said == ""
     assert compiled == []
 
@@ -24,12 +26,12 @@ def test_the_first_call_says_that_it_compiles_and_keeps_the_result(tmp_path):
     """Once, though two loops are compiled; with so little patience that no machine is too fast."""
     program = """
 import torch
-from rtopk import loops, simd, threads
+from rtopk import cut, simd, threads
 simd.PATIENCE = 0.001
 from rtopk.kernels import reaches
 for limit in (1.0, 2.0):
     reaches(torch.zeros(1000), limit)
-loops.tally(torch.zeros(1000).numpy(), 3)
+cut.tally(torch.zeros(1000).numpy(), 3)
 """
     said, compiled = run(program, tmp_path)
     assert said.count("rtopk compiles its loops") == 1

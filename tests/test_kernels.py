@@ -11,7 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels, simd
+from rtopk import (
+    ErrorFeedback,
+    Layout,
+    MomentumCorrection,
+    NoMemory,
+    RTopK,
+    Sparsifier,
+    TopK,
+    draws,
+    kernels,
+    simd,
+)
 from rtopk.bench.compress_methods import Fused
 from rtopk.bench.gradients import synthetic
 from rtopk.kernels import Search
@@ -92,7 +103,7 @@ def test_hostile_vectors_are_exact(name, dtype):
     assert kernels.largest(vector, R).tolist() == expected
     # A useless floor makes the pass raise its bound again and again, and finds the same.
     found = kernels.scan(vector, Search(0.0, R))
-    picked = kernels.pick(found, R, kernels.every_bit(R), R)
+    picked = kernels.pick(found, R, draws.every_bit(R), R)
     assert picked.positions.tolist() == expected
     assert torch.equal(picked.values, vector[picked.positions])
     assert picked.magnitude == float(vector[expected].abs().min())
@@ -107,7 +118,7 @@ def test_a_useless_floor_holds_little_more_than_r():
 def test_the_risen_bound_lets_the_next_float_pass(dtype):
     vector = torch.ones(3_000_000 if dtype == torch.float64 else 20_000, dtype=dtype)
     vector[-5] = torch.nextafter(vector[0], 2 * vector[0])
-    picked = kernels.pick(kernels.scan(vector, Search(0.0, 1)), 1, kernels.every_bit(1), 1)
+    picked = kernels.pick(kernels.scan(vector, Search(0.0, 1)), 1, draws.every_bit(1), 1)
     assert picked.positions.tolist() == [vector.numel() - 5]
 
 
@@ -161,6 +172,69 @@ def test_fused_equals_twin_to_the_bit(memory, selector, monkeypatch):
         for name, tensor in twin.memory.state_dict().items():
             assert torch.equal(fused.memory.state_dict()[name], tensor), (step, name)
     assert 0 < fused.tracker.second_scans < fused.tracker.steps == 16
+
+
+LARGE_D, LARGE_R = 1_000_000, 2 * kernels.SOUND
+
+
+def nth_magnitude(vector, r):
+    return float(np.partition(vector.abs().numpy(), -r)[-r])
+
+
+@pytest.mark.parametrize("guess", [0.0, 0.5, 1.2, 1e6])
+def test_a_sample_corrects_a_bad_guess(guess):
+    """The sample has 269 of the r on average: it misses r, or brings half more, with probability below 0.002."""
+    vector = heavy(LARGE_D, 20)
+    true = nth_magnitude(vector, LARGE_R)
+    found = kernels.scan(vector, Search(guess * true, LARGE_R))
+    assert LARGE_R <= len(found) <= 1.5 * LARGE_R
+    assert LARGE_R <= int((vector.abs() >= found.floor).sum()) <= 1.5 * LARGE_R  # not by raising the bound
+
+
+def test_a_good_guess_is_kept_and_soon_not_looked_at():
+    vector, scratch = heavy(LARGE_D, 21), kernels.Scratch()
+    good = Search(0.98 * nth_magnitude(vector, LARGE_R), LARGE_R)
+    for left in (*range(kernels.DOUBT - 1, -1, -1), 0, 0):
+        assert kernels.scan(vector, good, scratch).floor == good.floor
+        assert scratch.doubt == left
+    bad = good._replace(floor=1.5 * good.floor)
+    assert len(kernels.scan(vector, bad, scratch)) < LARGE_R  # believed once, and then doubted
+    assert len(kernels.scan(vector, bad, scratch)) >= LARGE_R
+    scratch.doubt = 0
+    kernels.scan(vector, good._replace(floor=0.0), scratch)
+    assert scratch.doubt == kernels.DOUBT
+
+
+def test_the_sample_is_of_the_sums_that_the_pass_writes():
+    """Residual, velocity and gradient each far from the sum of the three."""
+    memory = MomentumCorrection(momentum=0.5, clip_norm=1e4)
+    memory.add(heavy(LARGE_D, 22) * 10.0)
+    vector, found = memory.add(heavy(LARGE_D, 23) * 100.0, 1e30, LARGE_R)
+    assert LARGE_R <= int((vector.abs() >= found.floor).sum()) <= 1.5 * LARGE_R
+
+
+def test_a_jump_of_scale_needs_no_second_scan_where_r_is_large():
+    tracker, memory = Tracker(TopK()), NoMemory()
+    for step in range(8):
+        gradient = heavy(LARGE_D, 24, step) * (1e6 if step in (3, 4) else 1.0)
+        search = tracker.search(LARGE_R, LARGE_D)
+        vector, met = (memory.add(gradient), None) if search is None else memory.add(gradient, *search)
+        sent = tracker.select(vector, LARGE_R, generator(step), met)
+        assert float(sent.values.abs().min()) == nth_magnitude(vector, LARGE_R)
+    assert tracker.second_scans == 1  # the first
+
+
+def test_corrected_guesses_select_what_the_twin_selects(monkeypatch):
+    d = 400_003
+    fused, twin = (Sparsifier(RTopK(r_over_k=5), 0.03, ErrorFeedback()) for _ in range(2))
+    assert round(0.03 * d) * 5 >= kernels.SOUND
+    for step in range(5):
+        gradient = heavy(d, 25, step) * (1e6 if step == 2 else 1.0)
+        payload = fused.compress(gradient, step)
+        with monkeypatch.context() as patch:
+            without_loops(patch)
+            assert torch.equal(twin.compress(gradient, step), payload)
+        assert torch.equal(fused.memory.residual, twin.memory.residual)
 
 
 def test_one_and_two_threads_give_the_same(two_threads):
@@ -330,7 +404,7 @@ def test_a_draw_allocates_for_k_not_for_d():
 
 def test_few_and_words_draw_the_same():
     for r, k in ((10, 1), (1000, 7), (70_000, 900)):
-        assert torch.equal(kernels.draw_few(r, k, 13), kernels.set_bits(kernels.draw_words(r, k, 13), k))
+        assert torch.equal(draws.draw_few(r, k, 13), draws.set_bits(draws.draw_words(r, k, 13), k))
 
 
 def test_every_subset_is_equally_likely():

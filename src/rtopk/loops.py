@@ -14,7 +14,6 @@ from rtopk.simd import (
     add_group,
     compiled,
     deposit,
-    high,
     inlined,
     lowest,
     momentum_group,
@@ -26,7 +25,6 @@ from rtopk.simd import (
 
 SPARE = GROUP + 6  # free places that a group may need: entries are written some at a time
 PAGE = 1024  # entries of a page of memory
-BINS = 2048
 STREAMS = 1 << 20  # entries that the check reads as two streams
 
 Array = Any  # numba compiles for the dtypes that it meets
@@ -175,29 +173,6 @@ def move(
 
 
 @compiled
-def histogram(values: Array, low: int, shift: int, counts: Array) -> None:
-    """Count keys from `low` on in bins of 2 ** shift."""
-    keys = values.view(np.int32)
-    for i in range(keys.size):
-        place = (np.int64(keys[i] & _SIGNLESS) - low) >> shift
-        if 0 <= place < counts.size:
-            counts[place] += 1
-
-
-@compiled
-def keys_between(values: Array, low: int, high_end: int, out: Array) -> int:
-    """Write down the keys in [low, high_end) and return their number."""
-    keys = values.view(np.int32)
-    count = 0
-    for i in range(keys.size):
-        key = keys[i] & _SIGNLESS
-        if low <= key < high_end:
-            out[count] = key
-            count += 1
-    return count
-
-
-@compiled
 def keep(positions: Array, values: Array, threshold: int, ties: int) -> int:
     """Move the entries above the threshold, and the first `ties` at it, to the front; return their number."""
     keys = values.view(np.int32)
@@ -213,56 +188,6 @@ def keep(positions: Array, values: Array, threshold: int, ties: int) -> int:
 
 
 @compiled
-def window(values: Array, low: np.int32, high_end: np.int32, out: Array) -> tuple[int, int]:
-    """Count the keys from `high_end` on and write down those in [low, high_end), up to the room in `out`."""
-    keys = values.view(np.int32)
-    above = count = i = 0
-    while i + GROUP <= keys.size and count <= out.size - SPARE:
-        over = scan_group(values, i, high_end)
-        above += ones(over)
-        found = scan_group(values, i, low) & ~over
-        after = count + ones(found)
-        while count < after:
-            for _ in range(4):
-                out[count] = keys[i + (lowest(found) & 63)] & _SIGNLESS
-                found &= found - _ONE
-                count += 1
-        count = after
-        i += GROUP
-    if i + GROUP <= keys.size or count > out.size - SPARE:
-        return above, out.size  # no room
-    for j in range(i, keys.size):
-        key = keys[j] & _SIGNLESS
-        if key >= high_end:
-            above += 1
-        elif key >= low:
-            out[count] = key
-            count += 1
-    return above, count
-
-
-@compiled
-def tally(values: Array, threshold: int) -> tuple[int, int]:
-    """Count the keys above the threshold and those at it."""
-    keys = values.view(np.int32)
-    above = tied = 0
-    for i in range(keys.size):
-        above += (keys[i] & _SIGNLESS) > threshold
-        tied += (keys[i] & _SIGNLESS) == threshold
-    return above, tied
-
-
-@compiled
-def ones_before(words: Array, end: int) -> int:
-    """Count the set bits among the first `end`."""
-    count: int = 0
-    for i in range(end >> 6):
-        count += ones(words[i])
-    count += ones(words[end >> 6] & ((_ONE << np.uint64(end & 63)) - _ONE))
-    return count
-
-
-@compiled
 def pick(
     positions: Array,
     values: Array,
@@ -273,13 +198,11 @@ def pick(
     out_positions: Array,
     out_values: Array,
     count: int,
-    vector: Array,
 ) -> None:
     """Rank the entries above the threshold and the first `ties` at it; write down those whose bit is set.
 
     Go by groups of 64: take as many bits from `words` as the group has ranks, and move them apart where an
-    entry has no rank. Ranks begin at `rank`, places in `out` at `count`. What is picked will soon be taken
-    out of the vector: fetch it.
+    entry has no rank. Ranks begin at `rank`, places in `out` at `count`.
     """
     keys = values.view(np.int32)
     for start in range(0, keys.size, GROUP):
@@ -308,9 +231,7 @@ def pick(
         drawn = deposit(drawn, inside)
         while drawn:
             chosen = np.uint64(start + lowest(drawn))
-            position = positions[chosen]
-            prefetch(vector, position)
-            out_positions[np.uint64(count)] = position
+            out_positions[np.uint64(count)] = positions[chosen]
             out_values[np.uint64(count)] = values[chosen]
             drawn &= drawn - _ONE
             count += 1
@@ -323,57 +244,10 @@ def take_out(residual: Array, indices: Array, values: Array, begin: int, end: in
         residual[np.uint64(indices[i])] -= values[i]
 
 
-@inlined
-def _below(state: np.uint64, size: np.uint64, reject: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """Return the next state of splitmix64 and a number below `size`, uniform (Lemire's rejection)."""
-    while True:
-        state += np.uint64(0x9E3779B97F4A7C15)
-        z = state
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-        if z * size >= reject:
-            return state, high(z, size)
-
-
 @compiled
-def draw_words(words: Array, r: int, k: int, seed: int) -> None:
-    """Set k of the first r bits: the first k distinct numbers of the stream of a seed."""
-    state, size = np.uint64(seed), np.uint64(r)
-    reject = (np.uint64(0) - size) % size
-    while k > 0:
-        state, number = _below(state, size, reject)
-        bit = _ONE << (number & np.uint64(63))
-        word = words[number >> np.uint64(6)]
-        k -= (word & bit) == np.uint64(0)
-        words[number >> np.uint64(6)] = word | bit
-
-
-@compiled
-def draw_few(table: Array, out: Array, r: int, seed: int) -> None:
-    """Write down the same numbers where k is far below r; `table` is a hash set of 2 ** n places, all -1."""
-    state, size = np.uint64(seed), np.uint64(r)
-    reject = (np.uint64(0) - size) % size
-    mask = np.uint64(table.size - 1)
-    count = 0
-    while count < out.size:
-        state, number = _below(state, size, reject)
-        place = (number * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20) & mask
-        while table[place] != -1 and table[place] != np.int64(number):
-            place = (place + _ONE) & mask
-        if table[place] == -1:
-            table[place] = np.int64(number)
-            out[count] = np.int64(number)
-            count += 1
-
-
-@compiled
-def set_bits(words: Array, out: Array) -> None:
-    """Write down the positions of the set bits, ascending."""
-    count = 0
-    for w in range(words.size):
-        word = words[w]
-        while word:
-            out[count] = w * 64 + lowest(word)
-            count += 1
-            word &= word - _ONE
+def within(indices: Array, size: int) -> bool:
+    """Say whether all indices lie in [0, size)."""
+    outside = 0
+    for i in range(indices.size):
+        outside |= int(np.uint64(indices[i]) >= np.uint64(size))
+    return outside == 0

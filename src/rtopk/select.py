@@ -22,7 +22,7 @@ FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r /
 # How the guess at the next r-th magnitude follows the last ones, in logarithms; see docs/performance.md.
 AT_FIRST = 0.04  # how far below what the trend predicts to guess
 LEAST, MOST = 0.01, 0.5
-FORGET = 0.985
+FORGET = 0.97
 SAFETY = 2.0
 TREND = 0.3
 
@@ -61,9 +61,11 @@ def draw(r: int, k: int, rng: torch.Generator) -> Tensor:
     >>> draw(10, 3, torch.Generator().manual_seed(1)).numel()
     3
     """
+    from rtopk import draws
+
     if r > FEW * k:
-        return kernels.draw_few(r, k, _seed(rng)).to(rng.device)
-    return kernels.set_bits(kernels.draw_words(r, k, _seed(rng)), k).to(rng.device)
+        return draws.draw_few(r, k, _seed(rng)).to(rng.device)
+    return draws.set_bits(draws.draw_words(r, k, _seed(rng)), k).to(rng.device)
 
 
 def _seed(rng: torch.Generator) -> int:
@@ -77,9 +79,11 @@ def _choose(
     if r == vector.numel():
         positions = draw(r, k, rng).to(vector.device)
         return kernels.Picked(positions, vector[positions], 0.0)
+    from rtopk import draws
+
     if candidates is None or len(candidates) < r:
         candidates = kernels.search_largest(vector, r)
-    return kernels.pick(candidates, r, partial(kernels.draw_words, r, k, _seed(rng)), k, vector)
+    return kernels.pick(candidates, r, partial(draws.draw_words, r, k, _seed(rng)), k)
 
 
 class Selector(Protocol):

@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 R = TypeVar("R")
+Cuts = tuple[tuple[int, int], ...]  # where ranges begin and end
 
 MOST = 8  # more threads than this do not move memory faster
 INLINE = 1 << 18  # below this many entries, waking a thread costs more than it saves
@@ -41,31 +42,48 @@ def together(tasks: Sequence[Callable[[], R]], size: int = INLINE) -> list[R]:
     return _in_pool(tasks) if parallel is None else _in_region(parallel, tasks)
 
 
-def ranges(size: int, multiple: int, inline: int = INLINE) -> list[tuple[int, int]]:
+def ranges(size: int, multiple: int, inline: int = INLINE) -> Cuts:
     """Cut `size` entries into one range for each thread, at multiples of `multiple`; below `inline` into one."""
-    count = 1 if size < inline else max(1, min(torch.get_num_threads(), MOST))
+    return _cuts(size, multiple, 1 if size < inline else max(1, min(torch.get_num_threads(), MOST)))
+
+
+# Kept, because a step finds nothing in the cache of the processor, its code least of all: each look takes longer.
+@functools.lru_cache(1024)
+def _cuts(size: int, multiple: int, count: int) -> Cuts:
     cuts = [size * i // count // multiple * multiple for i in range(count)] + [size]
-    return list(itertools.pairwise(cuts))
+    return tuple(itertools.pairwise(cuts))
 
 
 def _in_region(parallel: Any, tasks: Sequence[Callable[[], R]]) -> list[R]:
     """Run tasks in a parallel region of libgomp; however many threads it gives us, they take all tasks."""
-    results: dict[int, R] = {}
-    errors: list[BaseException] = []
-    left = iter(enumerate(tasks))
-
-    def work(_: Any) -> None:
-        try:
-            while (mine := next(left, None)) is not None:
-                results[mine[0]] = mine[1]()
-        except BaseException as error:  # must not pass through C
-            errors.append(error)
-
-    region = _Region(work)
-    parallel(region, None, len(tasks), 0)
+    job: _Job = iter(enumerate(tasks)), {}, []
+    number = next(_numbers)
+    _jobs[number] = job
+    try:
+        parallel(_work, number, len(tasks), 0)
+    finally:
+        del _jobs[number]
+    _, results, errors = job
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(tasks))]
+
+
+_Job = tuple[Iterator[tuple[int, Callable[[], Any]]], dict[int, Any], list[BaseException]]
+_jobs: dict[int, _Job] = {}
+_numbers = itertools.count(1)
+
+
+def _take_tasks(number: int) -> None:
+    left, results, errors = _jobs[number]
+    try:
+        while (mine := next(left, None)) is not None:
+            results[mine[0]] = mine[1]()
+    except BaseException as error:  # must not pass through C
+        errors.append(error)
+
+
+_work = _Region(_take_tasks)  # made once: to make a function that C can call takes longer than to call it
 
 
 @functools.cache
