@@ -72,6 +72,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self.doubt = DOUBT  # for so many passes more, the floor is compared with a sample
+        self.shares: list[float] = []  # of the last candidates, the share of each part
         self._arrays: dict[int, tuple[Any, Any]] = {}
 
     def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
@@ -314,6 +315,7 @@ def _collect(loop: Callable[..., Any], d: int, search: Search, scratch: Scratch)
     parts = together([partial(_part, loop, i, cuts, d, search, scratch) for i in range(len(cuts))])
     _without_search(loop, ((size, d),))
     found = Candidates(tuple(parts), search.floor)
+    scratch.shares = [positions.numel() / max(1, len(found)) for positions, _ in parts]
     if search.wanted is not None and not search.wanted <= len(found) <= search.wanted + search.wanted // 3:
         scratch.doubt = DOUBT
     return found
@@ -339,7 +341,8 @@ def _part(
     bound, count = _key(search.floor), 0
     wanted = end - at if search.wanted is None else min(search.wanted, end - at)
     most = min(end - at, wanted + max(wanted // 3, (end - at) // 1024)) + 128
-    room = min(most, 256 + 4 * wanted // (3 * len(cuts)))
+    share = scratch.shares[part] if len(scratch.shares) == len(cuts) else 1 / len(cuts)
+    room = min(most, 256 + round(1.4 * wanted * share))
     positions, values = scratch.take(part, room, np.int32 if d < 2**31 else np.int64)
     while True:
         at, count = loop(at, end, bound, positions, values, count)

@@ -22,7 +22,7 @@ FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r /
 # How the guess at the next r-th magnitude follows the last ones, in logarithms; see docs/performance.md.
 AT_FIRST = 0.04  # how far below what the trend predicts to guess
 LEAST, MOST = 0.01, 0.5
-FORGET = 0.97
+FORGET = 0.975
 SAFETY = 2.0
 TREND = 0.3
 
