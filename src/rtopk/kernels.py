@@ -76,9 +76,9 @@ class Scratch:
         self._arrays: dict[int, tuple[Any, Any]] = {}
 
     def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
-        """Return arrays with at least that much room, and at most a quarter more."""
+        """Return arrays with about that much room: those kept, unless they are far too small or too large."""
         positions, values = self._arrays.pop(part, (_NOWHERE, _NOWHERE))
-        if positions.dtype == place and room <= positions.size <= room + room // 4 + 256:
+        if positions.dtype == place and room - room // 8 <= positions.size <= room + room // 4 + 256:
             return positions, values
         del positions, values  # before the new ones are made
         return np.empty(room, place), np.empty(room, np.float32)
