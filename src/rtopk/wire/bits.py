@@ -13,6 +13,7 @@ from numba import types
 from rtopk.wire.compiling import Array, Num, intrinsic, loop, uint64
 
 _WORD = ir.IntType(64)
+_HALF = ir.IntType(32)
 _BYTE = ir.IntType(8)
 
 
@@ -48,6 +49,16 @@ def load_byte(typing: Any, at: Any) -> Any:
 
 
 @intrinsic
+def load_half(typing: Any, at: Any) -> Any:
+    """Read the 4 bytes at an address that is a multiple of 4."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(builder.inttoptr(args[0], _HALF.as_pointer()), align=4), _WORD)
+
+    return types.uint64(types.int64), codegen
+
+
+@intrinsic
 def store_word(typing: Any, at: Any, word: Any) -> Any:
     """Write 8 bytes at an address."""
 
@@ -77,6 +88,16 @@ def bit_length(typing: Any, word: Any) -> Any:
         return builder.sub(ir.Constant(_WORD, 64), zeros)
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def float_bits(typing: Any, number: Any) -> Any:
+    """Return the bits of a float64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _WORD)
+
+    return types.int64(types.float64), codegen
 
 
 @loop

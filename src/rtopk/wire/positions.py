@@ -17,8 +17,9 @@ from rtopk.threads import together
 from rtopk.wire import PayloadError
 from rtopk.wire.bits import address, all_zero, last_word, load_word, trailing_zeros
 from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint8, uint64
-from rtopk.wire.golomb import pack, plan
-from rtopk.wire.streams import unpack, unpack_two
+from rtopk.wire.golomb import plan, remainders
+from rtopk.wire.pack import pack
+from rtopk.wire.streams import unpack, unpack_four
 
 NONE, GAPS, BITMAP, ABSENT = range(4)
 FORMS = ("none", "gaps", "bitmap", "absent")
@@ -112,18 +113,20 @@ def write_gaps(positions: Positions, prefix: int) -> tuple[Bytes, int]:
 def read_stream(data: Array, begin: Num, end: Num, limit: Num, out: Array) -> Num:
     """Fill out from the one stream in data[begin:end]; return the bit after it, or -1."""
     shift, code = int64(data[begin] & 15), int64(data[begin + 1])
-    return unpack(data, 8 * (begin + 2), end, shift, code, 0, limit, out)
+    return unpack(data, 8 * (begin + 2), end, shift, code, 0, limit, out)[0]
 
 
 @entry
-def read_pair(data: Array, begin: Num, end: Num, limit: Num, out: Array, pair: Num) -> Num:
-    """Fill the part of out that two of four streams hold; return the bit after them, or -1."""
+def read_four(
+    data: Array, begin: Num, end: Num, limit: Num, out: Array, tables: Array, offsets: Array
+) -> Num:
+    """Fill out from the four streams in data[begin:end]; return the bit after them, or -1."""
     n, base = len(out), address(data)
     shift, code = int64(data[begin] & 15), int64(data[begin + 1])
     share = stream_share(n, shift)
     if end - begin < 2 + DIRECTORY or n <= 3 * share:
         return int64(-1)
-    starts, firsts, bits = np.zeros(5, np.int64), np.zeros(5, np.int64), np.empty(2, np.int64)
+    starts, firsts = np.zeros(4, np.int64), np.empty(4, np.int64)
     firsts[0] = begin + 2 + DIRECTORY
     for stream in range(1, 4):
         at = base + begin + 2 + 16 * (stream - 1)
@@ -131,18 +134,16 @@ def read_pair(data: Array, begin: Num, end: Num, limit: Num, out: Array, pair: N
         if start > uint64(limit) or offset > uint64(end - begin):
             return int64(-1)
         starts[stream], firsts[stream] = int64(start), begin + int64(offset)
-    a = 2 * pair
-    bits[:] = 8 * firsts[a : a + 2]
-    one, two = out[a * share : (a + 1) * share], out[(a + 1) * share : min(n, (a + 2) * share)]
-    if unpack_two(data, bits, end, shift, code, starts[a : a + 2], limit, one, two) < 0:
+    bits = 8 * firsts
+    if unpack_four(data, bits, end, shift, code, starts, limit, out, share, tables, offsets) < 0:
         return int64(-1)
-    for i in range(1 if pair else 2):  # each ends where the next begins, in positions and in bytes
-        last = bits[i]
-        if starts[a + i + 1] != (two[-1] if i else one[-1]) + 1:
+    for stream in range(1, 4):  # each begins where the one before it ended, in positions and in bytes
+        last = bits[stream - 1]
+        if starts[stream] != out[stream * share - 1] + 1 or (last + 7) >> 3 != firsts[stream]:
             return int64(-1)
-        if (last + 7) >> 3 != firsts[a + i + 1] or (last & 7 and data[last >> 3] >> uint8(last & 7)):
+        if last & 7 and data[last >> 3] >> uint8(last & 7):
             return int64(-1)
-    return bits[1]
+    return bits[3]
 
 
 def read_gaps(data: Bytes, begin: int, limit: int, out: Positions) -> int:
@@ -152,8 +153,7 @@ def read_gaps(data: Bytes, begin: int, limit: int, out: Positions) -> int:
         return -1
     if data[begin] >> 4 == 0:
         return int(read_stream(data, begin, end, limit, out))
-    lasts = side_by_side(len(out), *(partial(read_pair, data, begin, end, limit, out, i) for i in (0, 1)))
-    return int(lasts[1]) if min(lasts) >= 0 else -1
+    return int(read_four(data, begin, end, limit, out, *remainders()))
 
 
 def side_by_side(n: int, one: Callable[[], Any], two: Callable[[], Any]) -> list[Any]:
