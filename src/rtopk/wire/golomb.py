@@ -22,7 +22,8 @@ BAD_STREAM = -1
 PARAMETERS = np.array([c + 1 if c < 7 else (8 + (c - 7) % 8) << ((c - 7) // 8) for c in range(CODES)])
 LOG2 = np.log2(PARAMETERS)
 INVERSE = 1.0 / PARAMETERS
-TABLED = 7 + 8 * 10  # codes of M below 2**13: tables of half a megabyte in all
+TABLED = 7 + 8 * 8  # codes of M below 2**11, whose remainders are in tables
+LENGTH_BITS = 10  # of an entry of a table: four lengths can be added up
 WIDTH = np.array([int(m - 1).bit_length() for m in PARAMETERS])  # bits that hold 0 to M - 1
 
 
@@ -37,7 +38,8 @@ def remainder(m: Num) -> Num:
 def remainders() -> tuple[Array, Array]:
     """Return a table of remainders for each of the first TABLED codes, and where each table begins.
 
-    The entry of the bits behind the one that ends the unary part is 256 x remainder + length, that one included.
+    The entry of the bits behind the one that ends the unary part is 2**LENGTH_BITS x remainder + length, that
+    one included.
     """
     tables = []
     for m in PARAMETERS[:TABLED].tolist():
@@ -45,7 +47,8 @@ def remainders() -> tuple[Array, Array]:
         bits = np.arange(2 << short)
         r = bits & ((1 << short) - 1)
         longer = r >= escape
-        tables.append(256 * np.where(longer, 2 * r - escape + (bits >> short), r) + 1 + short + longer)
+        values = np.where(longer, 2 * r - escape + (bits >> short), r)
+        tables.append((values << LENGTH_BITS) + 1 + short + longer)
     offsets = np.cumsum([0] + [len(table) for table in tables])
     return np.concatenate(tables).astype(np.uint32), offsets
 

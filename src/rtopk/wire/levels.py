@@ -1,8 +1,8 @@
 """Values in 4 or 2 bits: a sign and one of 8 or 2 magnitudes, which each block of 512 values brings along.
 
-The magnitudes are fitted to the block (Lloyd's algorithm: each is the mean of the values nearest to it), so
-they follow whatever band the selector left: the tail above a threshold of top-k, everything of random-k,
-the biases of many layers. They are written as bfloat16, so a reader needs no arithmetic at all.
+The magnitudes are fitted to the block, so they follow whatever band the selector left: the tail above a
+threshold of top-k, everything of random-k, the biases of many layers. They are written as bfloat16, so a
+reader needs no arithmetic at all.
 
 block: 2**(bits - 1) magnitudes, uint16 each, ascending; then `bits` bits per value, the sign on top,
 lowest bits first.
@@ -10,14 +10,11 @@ lowest bits first.
 
 import numpy as np
 
-from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint32
+from rtopk.wire.bits import address, load_byte, load_word, store_word
+from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint8, uint32, uint64
+from rtopk.wire.fit import BINS, BLOCK, fit
 
-BLOCK = 512
-_BINS = 256  # of the fit: 16 for every factor of two, 16 factors of two below the largest
 _LARGEST = 0x7F7F  # the largest finite bfloat16
-
-_COUNT_ROOT = np.arange(BLOCK + 1) ** (1 / 3)
-_WIDTH_ROOT = 2.0 ** (np.arange(_BINS) / 16 * 2 / 3)
 
 
 def section_size(n: int, bits: int) -> int:
@@ -25,62 +22,6 @@ def section_size(n: int, bits: int) -> int:
     magnitudes = 2 << (bits - 1)  # bytes
     whole, rest = divmod(n, BLOCK)
     return whole * (magnitudes + BLOCK * bits // 8) + (magnitudes + (rest * bits + 7) // 8 if rest else 0)
-
-
-@loop
-def _fit(
-    patterns: Array,
-    sizes: Array,
-    smallest: float,
-    low: Num,
-    top: Num,
-    counts: Array,
-    sums: Array,
-    levels: Array,
-    edges: Array,
-) -> None:
-    """Write ascending levels with small squared error to the sizes, whose bits are `patterns`.
-
-    Works on bins (the bits from the 19th up: sixteen bins for every factor of two), so a cell of a level is
-    a range of bins and its mean a difference of two running sums. Starts from cells of equal sums of
-    (count x width²)**(1/3), Panter and Dite's density of levels; then five steps of Lloyd.
-    """
-    wanted, floor = len(levels), int64(top >> uint32(19)) - (_BINS - 1)
-    lowest = max(int64(0), int64(low >> uint32(19)) - floor)  # bins below are empty
-    counts[0] = sums[0] = 0.0
-    counts[lowest:] = 0.0
-    sums[lowest:] = 0.0
-    for i in range(len(sizes)):
-        b = max(int64(0), int64(patterns[i] >> uint32(19)) - floor)
-        counts[b + 1] += 1.0
-        sums[b + 1] += sizes[i]
-    total = 0.0
-    for b in range(lowest, _BINS):
-        total += _COUNT_ROOT[int(counts[b + 1])] * _WIDTH_ROOT[b]
-    reached, cell, goal = 0.0, 0, total / wanted
-    cuts = np.empty(wanted + 1, np.int64)
-    cuts[0], cuts[wanted] = 0, _BINS
-    for b in range(lowest, _BINS):
-        reached += _COUNT_ROOT[int(counts[b + 1])] * _WIDTH_ROOT[b]
-        while reached >= goal and cell + 1 < wanted:
-            cell += 1
-            cuts[cell] = b + 1
-            goal = total * (cell + 1) / wanted
-        counts[b + 1] += counts[b]
-        sums[b + 1] += sums[b]
-    previous = smallest  # the level of empty cells at the low end
-    for turn in range(6):
-        for c in range(wanted):
-            n = counts[cuts[c + 1]] - counts[cuts[c]]
-            if n > 0.0:
-                previous = (sums[cuts[c + 1]] - sums[cuts[c]]) / n
-            levels[c] = max(previous, levels[c - 1]) if c else previous
-        if turn < 5:
-            for c in range(wanted - 1):
-                edges[c] = 0.5 * (levels[c] + levels[c + 1])
-            for c in range(wanted - 1):
-                pattern = edges.view(np.uint32)[c] + uint32(1 << 18)
-                cuts[c + 1] = max(int64(0), min(int64(_BINS), int64(pattern >> uint32(19)) - floor))
 
 
 @loop
@@ -98,23 +39,42 @@ def _round_levels(levels: Array, spread: bool, low: Num, top: Num, magnitudes: A
 
 
 @loop
-def _nearest(patterns: Array, edges: Array, codes: Array) -> None:
-    """Count the edges that each value passes."""
+def _nearest(patterns: Array, edges: Array, levels: Array, codes: Array, result: Array) -> None:
+    """Count the edges that each value passes, and write the level that it gets to."""
     if len(edges) == 1:
+        e0, v0, v1 = edges[0], levels[0], levels[1]
         for i in range(len(patterns)):
-            codes[i] = uint32(patterns[i] > edges[0])
+            codes[i] = uint32(patterns[i] > e0)
+            result[i] = v1 if patterns[i] > e0 else v0
     else:
         e0, e1, e2, e3, e4, e5, e6 = edges[0], edges[1], edges[2], edges[3], edges[4], edges[5], edges[6]
+        v0, v1, v2, v3, v4, v5, v6, v7 = (
+            levels[0],
+            levels[1],
+            levels[2],
+            levels[3],
+            levels[4],
+            levels[5],
+            levels[6],
+            levels[7],
+        )
         for i in range(len(patterns)):
             p = patterns[i]
             low = uint32(p > e0) + uint32(p > e1) + uint32(p > e2) + uint32(p > e3)
             codes[i] = low + uint32(p > e4) + uint32(p > e5) + uint32(p > e6)
+            v = v1 if p > e0 else v0
+            v = v2 if p > e1 else v
+            v = v3 if p > e2 else v
+            v = v4 if p > e3 else v
+            v = v5 if p > e4 else v
+            v = v6 if p > e5 else v
+            result[i] = v7 if p > e6 else v
 
 
 @loop
-def _drawn(sizes: Array, draws: Array, magnitudes: Array, codes: Array) -> None:
+def _drawn(sizes: Array, draws: Array, magnitudes: Array, codes: Array, result: Array) -> None:
     """Take the level above or below, so that the mean of many draws is the value."""
-    last = len(magnitudes) - 1
+    last, levels = len(magnitudes) - 1, magnitudes.view(np.uint32)
     for i in range(len(sizes)):
         c = 0
         while c < last and magnitudes[c + 1] <= sizes[i]:
@@ -123,6 +83,29 @@ def _drawn(sizes: Array, draws: Array, magnitudes: Array, codes: Array) -> None:
             below, above = float(magnitudes[c]), float(magnitudes[c + 1])
             c += int(draws[i] * (above - below) < sizes[i] - below)
         codes[i] = c
+        result[i] = levels[c]
+
+
+@loop
+def _sign(given: Array, bits: Num, codes: Array, result: Array) -> None:
+    """Add the signs of the values given to codes and results."""
+    for i in range(len(given)):
+        sign = given[i] & uint32(0x80000000)
+        codes[i] |= sign >> uint32(32 - bits)
+        result[i] |= sign
+
+
+@loop
+def _squeeze(pairs: Array, bits: Num, out: Array) -> None:
+    """Write codes, which come two in a word, as bytes."""
+    if bits == 4:
+        for i in range(len(out)):
+            out[i] = uint8((pairs[i] | (pairs[i] >> uint64(28))) & uint64(255))
+    else:
+        for i in range(len(out)):
+            low, high = pairs[2 * i], pairs[2 * i + 1]
+            low, high = (low | (low >> uint64(30))) & uint64(15), (high | (high >> uint64(30))) & uint64(15)
+            out[i] = uint8(low | (high << uint64(4)))
 
 
 @entry
@@ -133,80 +116,89 @@ def write_levels(values: Array, bits: Num, draws: Array, out: Array, at: Num, de
     largest magnitude and a value goes up or down so that its mean is kept.
     """
     wanted, per_byte = 1 << (bits - 1), 8 // bits
-    given, result = values.view(np.uint32), decoded.view(np.uint32)
-    counts, sums, levels = np.empty(_BINS + 1), np.empty(_BINS + 1), np.empty(wanted)
-    magnitudes, edges = np.empty(wanted, np.float32), np.empty(wanted - 1, np.float32)
-    table = np.empty(2 * wanted, np.uint32)
-    patterns, codes = np.empty(BLOCK + 1, np.uint32), np.empty(BLOCK + per_byte, np.uint32)
+    levels, magnitudes = np.empty(wanted), np.empty(wanted, np.float32)
+    edges = np.empty(wanted - 1, np.float32)
+    patterns, codes = np.empty(BLOCK + 1, np.uint32), np.empty(BLOCK + 4, np.uint32)
+    places, units = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int32)
+    bins, roots = np.empty(BINS + 1, np.int64), np.empty(BINS + 1, np.int64)
     sizes = patterns.view(np.float32)
     for begin in range(0, len(values), BLOCK):
         n = min(BLOCK, len(values) - begin)
+        given = values[begin : begin + n].view(np.uint32)
+        result = decoded[begin : begin + n].view(np.uint32)
         low, top = uint32(0x7FFFFFFF), uint32(0)
         for i in range(n):
-            patterns[i] = given[begin + i] & uint32(0x7FFFFFFF)
-            low, top = min(low, patterns[i]), max(top, patterns[i])
+            size = given[i] & uint32(0x7FFFFFFF)
+            patterns[i] = size
+            low, top = min(low, size), max(top, size)
         patterns[n] = low
         smallest = float(sizes[n])
-        _fit(patterns[:n], sizes[:n], smallest, low, top, counts, sums, levels, edges)
+        fit(patterns[:n], sizes[:n], smallest, low, top, places, units, bins, roots, levels, edges)
         rounded = _round_levels(levels, len(draws) > 0, low, top, magnitudes)
         for c in range(wanted):
             out[at] = rounded[c] & uint32(255)
             out[at + 1] = rounded[c] >> uint32(8)
             at += 2
             rounded[c] <<= uint32(16)  # from here on the magnitudes are what a reader sees
-            table[c], table[wanted + c] = rounded[c], rounded[c] | uint32(0x80000000)
         if len(draws):
-            _drawn(sizes[:n], draws[begin : begin + n], magnitudes, codes)
+            _drawn(sizes[:n], draws[begin : begin + n], magnitudes, codes, result)
         else:
             for c in range(wanted - 1):
                 edges[c] = 0.5 * (float(magnitudes[c]) + float(magnitudes[c + 1]))
-            _nearest(patterns[:n], edges.view(np.uint32), codes)
-        for i in range(n):
-            codes[i] |= (given[begin + i] >> uint32(31)) << uint32(bits - 1)
-            result[begin + i] = table[codes[i]]
-        codes[n : n + per_byte] = 0
-        if bits == 4:
-            for i in range(0, n, 2):
-                out[at + (i >> 1)] = codes[i] | (codes[i + 1] << uint32(4))
-        else:
-            for i in range(0, n, 4):
-                low = codes[i] | (codes[i + 1] << uint32(2))
-                out[at + (i >> 2)] = low | (codes[i + 2] << uint32(4)) | (codes[i + 3] << uint32(6))
-        at += (n + per_byte - 1) // per_byte
+            _nearest(patterns[:n], edges.view(np.uint32), rounded, codes, result)
+        _sign(given, bits, codes, result)
+        codes[n : n + 4] = 0
+        length = (n + per_byte - 1) // per_byte
+        _squeeze(codes.view(np.uint64), bits, out[at : at + length])
+        at += length
+
+
+@loop
+def _read_magnitudes(data: Array, at: Num, table: Array, pairs: Array) -> Num:
+    """Write to table what each code stands for, to pairs what two do; say whether the magnitudes were right."""
+    wanted, previous = len(table) // 2, uint32(0)
+    for c in range(wanted):
+        level = uint32(data[at + 2 * c]) | (uint32(data[at + 2 * c + 1]) << uint32(8))
+        if level < previous or level > uint32(_LARGEST):
+            return False
+        previous = level
+        table[c] = level << uint32(16)
+        table[wanted + c] = table[c] | uint32(0x80000000)
+    for second in range(len(table)):
+        high = uint64(table[second]) << uint64(32)
+        for first in range(len(table)):
+            pairs[second, first] = high | uint64(table[first])
+    return True
 
 
 @entry
 def read_levels(data: Array, at: Num, bits: Num, out: Array) -> Num:
     """Fill out from a section at data[at:]; return 0, or -1 if magnitudes do not ascend or are not finite."""
-    wanted = 1 << (bits - 1)
-    patterns = out.view(np.uint32)
-    table = np.empty(2 * wanted, np.uint32)
-    mask = (1 << bits) - 1
-    per_byte = 8 // bits
+    wanted, per_byte, base, to = 1 << (bits - 1), 8 // bits, address(data), address(out)
+    table, pairs = np.empty(2 * wanted, np.uint32), np.empty((2 * wanted, 2 * wanted), np.uint64)
+    two = address(pairs)
     for begin in range(0, len(out), BLOCK):
         end = min(begin + BLOCK, len(out))
-        previous = uint32(0)
-        for c in range(wanted):
-            level = uint32(data[at]) | (uint32(data[at + 1]) << uint32(8))
-            if level < previous or level > uint32(_LARGEST):
-                return -1
-            previous = level
-            table[c] = level << uint32(16)
-            table[wanted + c] = table[c] | uint32(0x80000000)
-            at += 2
+        if not _read_magnitudes(data, at, table, pairs):
+            return -1
+        at += 2 * wanted
         whole = (end - begin) // per_byte
-        i = begin
-        for _ in range(whole):
-            byte = int64(data[at])
-            at += 1
-            for j in range(per_byte):
-                patterns[i + j] = table[(byte >> (bits * j)) & mask]
-            i += per_byte
-        if i < end:
-            byte = int64(data[at])
-            at += 1
+        if bits == 4:
+            for byte in range(base + at, base + at + whole):
+                store_word(to, load_word(two + 8 * int64(load_byte(byte))))
+                to += 8
+        else:
+            for byte in range(base + at, base + at + whole):
+                codes = int64(load_byte(byte))
+                store_word(to, load_word(two + 8 * (codes & 15)))
+                store_word(to + 8, load_word(two + 8 * (codes >> 4)))
+                to += 16
+        at += whole
+        i = begin + whole * per_byte
+        if i < end:  # the last block
+            codes = int64(data[at])
             for j in range(end - i):
-                patterns[i + j] = table[(byte >> (bits * j)) & mask]
-            if byte >> (bits * (end - i)):
+                out.view(np.uint32)[i + j] = table[(codes >> (bits * j)) & (2 * wanted - 1)]
+            if codes >> (bits * (end - i)):
                 return -1
     return 0

@@ -10,9 +10,10 @@ import numpy as np
 
 from rtopk.wire.bits import address, last_word, load_half, load_word, store_word, trailing_zeros
 from rtopk.wire.compiling import Array, Num, inlined, int64, loop, uint64
-from rtopk.wire.golomb import BAD_STREAM, PARAMETERS, TABLED, remainder
+from rtopk.wire.golomb import BAD_STREAM, LENGTH_BITS, PARAMETERS, TABLED, remainder
 
 WINDOW = 57  # bits that a word surely holds from any bit on
+LENGTHS = (1 << LENGTH_BITS) - 1
 
 
 @loop
@@ -101,53 +102,37 @@ def unpack(
 
 
 @inlined
-def _two(base: Num, bit: Num, table: Num, mask: Num, unit: Num) -> Num:
-    """Read two codes from one word; return for each 256 x gap + length.
-
-    The two are true if their lengths add up to at most WINDOW. No byte but those of the word is read.
-    """
-    word = load_word(base + (bit >> 3)) >> uint64(bit & 7)
-    q = trailing_zeros(word)  # 64 if there is no one: too long by itself
-    word >>= uint64(q & 63)
-    entry = load_half(table + 2 * int64(word & mask))
-    first = int64(entry) + q * unit
-    word >>= entry & uint64(63)
-    q = trailing_zeros(word)
-    word >>= uint64(q & 63)
-    return first, int64(load_half(table + 2 * int64(word & mask))) + q * unit
-
-
-@inlined
-def _put(at: Num, previous: Num, first: Num, second: Num) -> Num:
-    """Write the next two positions; return the second."""
-    previous += (first >> 8) + 1
-    store_word(at, uint64(previous))
-    previous += (second >> 8) + 1
-    store_word(at + 8, uint64(previous))
-    return previous
-
-
-@inlined
 def _start(base: Num, end: Num, bit: Num, code: Num, tables: Num, offsets: Array) -> Num:
     """Read the start of a block; return the next bit, code, where its remainders are, their mask, and its unit."""
     bit, code = _block(base, end, bit, code)
     tabled = min(code, TABLED - 1)
     mask = uint64(offsets[tabled + 1] - offsets[tabled] - 1) << uint64(1)
-    return bit, code, tables + 4 * offsets[tabled], mask, (PARAMETERS[tabled] << 8) | 1
+    return bit, code, tables + 4 * offsets[tabled], mask, (PARAMETERS[tabled] << LENGTH_BITS) | 1
+
+
+@inlined
+def _next(word: Num, table: Num, mask: Num, unit: Num) -> Num:
+    """Take a code from a word; return the rest of the word, and 2**LENGTH_BITS x gap + length."""
+    q = trailing_zeros(word)  # 64 if there is no one: longer than a window
+    word >>= uint64(q & 63)
+    entry = load_half(table + 2 * int64(word & mask))
+    return word >> (entry & uint64(63)), int64(entry) + q * unit
 
 
 @loop
-def _with_care(base: Num, end: Num, bit: Num, code: Num, limit: Num, previous: Num, at: Num) -> Num:
-    """Read two codes of any length and write their positions; return the next bit, -1 if bad, and the second."""
-    m = PARAMETERS[code]
-    short, escape = remainder(m)
-    first, bit = _gap(base, end, bit, m, short, escape, limit)
-    second, bit = _gap(base, end, bit, m, short, escape, limit)
-    previous += first + 1
-    store_word(at, uint64(previous))
-    previous += second + 1
-    store_word(at + 8, uint64(previous))
-    return (bit if min(first, second) >= 0 else int64(BAD_STREAM)), previous
+def _with_care(base: Num, end: Num, state: Array, limit: Num, at: Num, stride: Num) -> Num:
+    """Read four codes of any length from each stream and write their positions; say whether they were right."""
+    for i in range(4):
+        bit, m, previous = state[i, 0], PARAMETERS[state[i, 1]], state[i, 2]
+        short, escape = remainder(m)
+        for j in range(4):
+            gap, bit = _gap(base, end, bit, m, short, escape, limit)
+            if gap < 0:
+                return False
+            previous += gap + 1
+            store_word(at + i * stride + 8 * j, uint64(previous))
+        state[i, 0], state[i, 2] = bit, previous
+    return True
 
 
 @loop
@@ -158,49 +143,59 @@ def _plain_blocks(
     limit: Num,
     tables: Num,
     offsets: Array,
-    bits: Array,
-    codes: Array,
-    lasts: Array,
+    state: Array,
     at: Num,
     stride: Num,
 ) -> Num:
     """Read a block of each stream to address `at`, streams `stride` bytes apart; say whether they were plain.
 
-    If they were not, what was written there means nothing, and bits, codes and lasts are as they were.
+    The rows of state are bit, code and last position of each stream. If the blocks were not plain, state and
+    what was written mean nothing.
     """
-    safe = 8 * (end - base - 8) - 9 - WINDOW * (size // 2)  # from here on a block of short codes stays inside
-    b0, c0, t0, k0, u0 = _start(base, end, bits[0], codes[0], tables, offsets)
-    b1, c1, t1, k1, u1 = _start(base, end, bits[1], codes[1], tables, offsets)
-    b2, c2, t2, k2, u2 = _start(base, end, bits[2], codes[2], tables, offsets)
-    b3, c3, t3, k3, u3 = _start(base, end, bits[3], codes[3], tables, offsets)
+    safe = 8 * (end - base - 8) - WINDOW * (size // 4)  # from here on a block of short codes stays inside
+    b0, c0, t0, k0, u0 = _start(base, end, state[0, 0], state[0, 1], tables, offsets)
+    b1, c1, t1, k1, u1 = _start(base, end, state[1, 0], state[1, 1], tables, offsets)
+    b2, c2, t2, k2, u2 = _start(base, end, state[2, 0], state[2, 1], tables, offsets)
+    b3, c3, t3, k3, u3 = _start(base, end, state[3, 0], state[3, 1], tables, offsets)
     if max(b0, b1, b2, b3) > safe or max(c0, c1, c2, c3) >= TABLED:
         return False
-    p0, p1, p2, p3 = lasts[0], lasts[1], lasts[2], lasts[3]
-    for i in range(at, at + 8 * size, 16):
-        x0, y0 = _two(base, b0, t0, k0, u0)
-        x1, y1 = _two(base, b1, t1, k1, u1)
-        x2, y2 = _two(base, b2, t2, k2, u2)
-        x3, y3 = _two(base, b3, t3, k3, u3)
-        n0, n1, n2, n3 = (x0 + y0) & 255, (x1 + y1) & 255, (x2 + y2) & 255, (x3 + y3) & 255
-        if (n0 + 6) | (n1 + 6) | (n2 + 6) | (n3 + 6) < 64:  # none is longer than WINDOW
+    state[0, 1], state[1, 1], state[2, 1], state[3, 1] = c0, c1, c2, c3
+    p0, p1, p2, p3 = state[0, 2], state[1, 2], state[2, 2], state[3, 2]
+    for i in range(at, at + 8 * size, 32):
+        w0 = load_word(base + (b0 >> 3)) >> uint64(b0 & 7)
+        w1 = load_word(base + (b1 >> 3)) >> uint64(b1 & 7)
+        w2 = load_word(base + (b2 >> 3)) >> uint64(b2 & 7)
+        w3 = load_word(base + (b3 >> 3)) >> uint64(b3 & 7)
+        n0, n1, n2, n3 = int64(0), int64(0), int64(0), int64(0)
+        q0, q1, q2, q3 = p0, p1, p2, p3
+        for j in range(i, i + 32, 8):  # four codes from each word, right if they are no longer than a window
+            w0, v0 = _next(w0, t0, k0, u0)
+            w1, v1 = _next(w1, t1, k1, u1)
+            w2, v2 = _next(w2, t2, k2, u2)
+            w3, v3 = _next(w3, t3, k3, u3)
+            n0, n1, n2, n3 = n0 + v0, n1 + v1, n2 + v2, n3 + v3
+            q0, q1 = q0 + (v0 >> LENGTH_BITS) + 1, q1 + (v1 >> LENGTH_BITS) + 1
+            q2, q3 = q2 + (v2 >> LENGTH_BITS) + 1, q3 + (v3 >> LENGTH_BITS) + 1
+            store_word(j, uint64(q0))
+            store_word(j + stride, uint64(q1))
+            store_word(j + 2 * stride, uint64(q2))
+            store_word(j + 3 * stride, uint64(q3))
+        n0, n1, n2, n3 = n0 & LENGTHS, n1 & LENGTHS, n2 & LENGTHS, n3 & LENGTHS
+        if max(n0, n1, n2, n3) <= WINDOW:
             b0, b1, b2, b3 = b0 + n0, b1 + n1, b2 + n2, b3 + n3
-            p0 = _put(i, p0, x0, y0)
-            p1 = _put(i + stride, p1, x1, y1)
-            p2 = _put(i + 2 * stride, p2, x2, y2)
-            p3 = _put(i + 3 * stride, p3, x3, y3)
+            p0, p1, p2, p3 = q0, q1, q2, q3
         else:
-            b0, p0 = _with_care(base, end, b0, c0, limit, p0, i)
-            b1, p1 = _with_care(base, end, b1, c1, limit, p1, i + stride)
-            b2, p2 = _with_care(base, end, b2, c2, limit, p2, i + 2 * stride)
-            b3, p3 = _with_care(base, end, b3, c3, limit, p3, i + 3 * stride)
-            if min(b0, b1, b2, b3) < 0 or max(b0, b1, b2, b3) > safe:
+            state[0, 0], state[1, 0], state[2, 0], state[3, 0] = b0, b1, b2, b3
+            state[0, 2], state[1, 2], state[2, 2], state[3, 2] = p0, p1, p2, p3
+            if not _with_care(base, end, state, limit, i, stride):
                 return False
-    if max(p0, p1, p2, p3) >= limit:
-        return False
-    bits[0], bits[1], bits[2], bits[3] = b0, b1, b2, b3
-    codes[0], codes[1], codes[2], codes[3] = c0, c1, c2, c3
-    lasts[0], lasts[1], lasts[2], lasts[3] = p0, p1, p2, p3
-    return True
+            b0, b1, b2, b3 = state[0, 0], state[1, 0], state[2, 0], state[3, 0]
+            p0, p1, p2, p3 = state[0, 2], state[1, 2], state[2, 2], state[3, 2]
+            if max(b0, b1, b2, b3) > safe:
+                return False
+    state[0, 0], state[1, 0], state[2, 0], state[3, 0] = b0, b1, b2, b3
+    state[0, 2], state[1, 2], state[2, 2], state[3, 2] = p0, p1, p2, p3
+    return max(p0, p1, p2, p3) < limit
 
 
 @loop
@@ -222,31 +217,26 @@ def unpack_four(
     Returns 0, or -1 if a stream is not one.
     """
     base, n, size = address(data), len(out), 1 << shift
-    codes, lasts = np.full(4, code, np.int64), starts - 1
-    whole = (n - 3 * share) >> shift << shift  # of each stream, in blocks of all four
+    state, before = np.empty((4, 3), np.int64), np.empty((4, 3), np.int64)  # bit, code, last position
+    for i in range(4):
+        state[i, 0], state[i, 1], state[i, 2] = bits[i], code, starts[i] - 1
+    whole = n - 3 * share  # of the last stream
+    room, step = address(tables), 8 * share
     for begin in range(0, share, size):
-        if 1 < size <= whole - begin and _plain_blocks(  # codes are read two at a time
-            base,
-            base + end,
-            size,
-            limit,
-            address(tables),
-            offsets,
-            bits,
-            codes,
-            lasts,
-            address(out) + 8 * begin,
-            8 * share,
+        before[:] = state
+        to = address(out) + 8 * begin
+        if 4 <= size <= whole - begin and _plain_blocks(
+            base, base + end, size, limit, room, offsets, state, to, step
         ):
             continue
         for i in range(4):
             first, last = i * share + begin, min((i + 1) * share, n, i * share + begin + size)
             if first >= last:
                 continue
-            bits[i], codes[i] = unpack(
-                data, bits[i], end, shift, codes[i], lasts[i] + 1, limit, out[first:last]
-            )
-            if bits[i] < 0:
+            bit, code = before[i, 0], before[i, 1]
+            bit, code = unpack(data, bit, end, shift, code, before[i, 2] + 1, limit, out[first:last])
+            if bit < 0:
                 return int64(BAD_STREAM)
-            lasts[i] = out[last - 1]
+            state[i, 0], state[i, 1], state[i, 2] = bit, code, out[last - 1]
+    bits[:] = state[:, 0]
     return int64(0)
