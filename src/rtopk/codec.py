@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
+from rtopk.threads import together
 from rtopk.wire import PayloadError, positions
 from rtopk.wire.capacity import position_bytes
 from rtopk.wire.checksum import payload_checksum, xxh64
@@ -157,14 +158,28 @@ class Codec:
         end = middle + values.size(tail)
         if end > len(data):
             raise PayloadError(f"{head + tail} {values.name} values end at byte {end}, got {len(data)} bytes")
-        if payload_checksum(data, HEADER.size, len(data)) != checksum:
-            raise PayloadError(f"checksum of {len(data)} bytes is not {checksum:#018x}: damaged payload")
-        indices = np.empty(head + tail, np.int64)
-        positions.read(form, data, end, d - tail, indices[:head], padded=bool(flags & PADDED))
-        if tail:
+        indices, decoded = np.empty(head + tail, np.int64), np.empty(head + tail, np.float32)
+
+        def read_values() -> tuple[bool, bool]:
+            sound = payload_checksum(data, HEADER.size, len(data)) == checksum
+            first = values.read(data, HEADER.size, decoded[:head])
+            return sound, first and values.read(data, middle, decoded[head:])
+
+        def read_positions() -> PayloadError | None:
+            padded = bool(flags & PADDED)
+            try:
+                positions.read(form, data, end, d - tail, indices[:head], padded=padded)
+            except PayloadError as error:
+                return error
             indices[head:] = np.arange(d - tail, d)
-        decoded = np.empty(head + tail, np.float32)
-        if not (values.read(data, HEADER.size, decoded[:head]) and values.read(data, middle, decoded[head:])):
+            return None
+
+        (sound, finite_values), refused = together([read_values, read_positions], head + tail)
+        if not sound:
+            raise PayloadError(f"checksum of {len(data)} bytes is not {checksum:#018x}: damaged payload")
+        if refused is not None:
+            raise refused
+        if not finite_values:
             raise PayloadError(f"values of form {values.name} are not finite or their scales are wrong")
         return SparseVector(torch.from_numpy(indices), torch.from_numpy(decoded), d)
 

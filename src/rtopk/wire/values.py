@@ -5,19 +5,23 @@ at chosen positions and one for those of the dense tail, whose magnitudes differ
 a class to FORMS at the end: the number in the header is the place in that list.
 """
 
+from functools import partial
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from rtopk.wire.compiling import Array, Num, entry, int64, uint16, uint32
+from rtopk.threads import INLINE, together
+from rtopk.wire.compiling import Array, Num, entry, int32, int64, uint8, uint16, uint32
+from rtopk.wire.fit import BLOCK as LEVELS_BLOCK
 from rtopk.wire.levels import read_levels, section_size, write_levels
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 NO_DRAWS = np.empty(0, np.float32)
 INT8_BLOCK = 256
-HALF_MAX, HALF_MIN = 65504.0, 2.0**-14
+HALF_MAX, HALF_MIN = 0x477FE000, 0x38800000  # bits of 65504 and of 2**-14
 
 
 class Form(Protocol):
@@ -66,15 +70,25 @@ class Float32:
 
 
 @entry
+def _band(patterns: Array) -> Num:
+    """Return the bits of the smallest magnitude that is not zero (2**32 if all are) and of the largest."""
+    low, top = uint32(0xFFFFFFFF), uint32(0)
+    for i in range(len(patterns)):
+        size = patterns[i] & uint32(0x7FFFFFFF)
+        low, top = min(low, uint32(size - uint32(1))), max(top, size)
+    return int64(low) + 1, int64(top)
+
+
+@entry
 def _to_grid(values: Array, draws: Array, scale: float, out: Array) -> None:
     """Scale values and round them up or down, at random, to the grid of float16."""
     for i in range(len(values)):
         x = float(values[i]) * scale
-        size = min(abs(x), HALF_MAX)
+        size = min(abs(x), 65504.0)
         grid = 2.0**-24
         while size >= grid * 2048.0:  # 11 bits hold the whole numbers of grid below 2048
             grid *= 2.0
-        size = min(HALF_MAX, np.floor(size / grid + draws[i]) * grid)
+        size = min(65504.0, np.floor(size / grid + draws[i]) * grid)
         out[i] = size if x >= 0 else -size
 
 
@@ -99,24 +113,22 @@ class Half:
 
     def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
         """Round to the nearest float16, or up or down at random."""
-        sizes = np.abs(values)
-        largest = float(sizes.max())
-        smallest = float(sizes.min(where=sizes > 0, initial=np.inf))
+        smallest, top = _band(values.view(np.uint32))
         exponent = 0
-        if largest > 0.0 and not (smallest >= HALF_MIN and largest <= HALF_MAX):
+        if top > 0 and not (smallest >= HALF_MIN and top <= HALF_MAX):
+            largest = np.array(top, np.uint32).view(np.float32)
             exponent = int(np.frexp(largest)[1]) - 15  # the largest becomes 2**14 to 2**15
         if len(draws):
             scaled = np.empty_like(values)
             _to_grid(values, draws, 2.0**-exponent, scaled)
         else:
             scaled = _times_power(values, -exponent)
-        with np.errstate(over="ignore", under="ignore"):
-            halves = scaled.astype(np.float16)
+        halves = torch.from_numpy(scaled).half()  # rounds as numpy does, and faster
         if exponent == 113:  # 2**15 x 2**113 is beyond float32: stay one step below
-            halves = halves.clip(-32752.0, 32752.0)
+            halves = halves.clamp(-32752.0, 32752.0)
         out[at : at + 2].view(np.int16)[:] = exponent
-        out[at + 2 : at + 2 + 2 * len(values)].view(np.float16)[:] = halves
-        return _times_power(halves.astype(np.float32), exponent)
+        out[at + 2 : at + 2 + 2 * len(values)].view(np.float16)[:] = halves.numpy()
+        return _times_power(halves.float().numpy(), exponent)
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Read the values; an exponent beyond what float32 can need is refused."""
@@ -125,9 +137,11 @@ class Half:
         exponent = int(data[at : at + 2].view(np.int16)[0])
         if not -164 <= exponent <= 113:
             return False
-        halves = data[at + 2 : at + 2 + 2 * len(out)].view(np.float16)
-        with np.errstate(invalid="ignore"):  # a signalling NaN of a stranger: refused below, not warned about
-            out[:] = _times_power(halves.astype(np.float32), exponent)
+        halves = torch.from_numpy(data[at + 2 : at + 2 + 2 * len(out)].view(np.float16))
+        torch.from_numpy(out).copy_(halves)
+        if exponent:
+            with np.errstate(invalid="ignore"):  # a signalling NaN of a stranger: refused below, no warning
+                out[:] = _times_power(out, exponent)
         return bool(finite(out.view(np.uint32)))
 
 
@@ -171,43 +185,42 @@ class BFloat:
 
 @entry
 def _write_int8(values: Array, draws: Array, out: Array, decoded: Array) -> None:
-    at, scale = 0, np.empty(1, np.float32)
+    at, scale, whole = 0, np.empty(1, np.float32), np.empty(INT8_BLOCK, np.int32)
     for begin in range(0, len(values), INT8_BLOCK):
-        end = min(begin + INT8_BLOCK, len(values))
-        largest = np.float32(0.0)
-        for i in range(begin, end):
-            largest = max(largest, abs(values[i]))
+        block, result = values[begin : begin + INT8_BLOCK], decoded[begin : begin + INT8_BLOCK]
+        n, largest = len(block), np.float32(0.0)
+        for i in range(n):
+            largest = max(largest, abs(block[i]))
         scale[0] = largest
-        for j in range(4):
-            out[at + j] = scale.view(np.uint8)[j]
-        at += 4
-        factor = 127.0 / float(largest) if largest > 0 else 0.0
-        for i in range(begin, end):
-            x = float(values[i]) * factor
-            q = np.floor(x + draws[i]) if len(draws) else np.rint(x)
-            q = float(int64(max(-127.0, min(127.0, q))))  # a whole number has no -0
-            out[at + i - begin] = int64(q) & 255
-            decoded[i] = np.float32(q * float(largest) / 127.0)
-        at += end - begin
+        out[at : at + 4] = scale.view(np.uint8)
+        factor, largest = 127.0 / float(largest) if largest > 0 else 0.0, float(largest)
+        if len(draws):
+            for i in range(n):
+                whole[i] = int32(max(-127.0, min(127.0, np.floor(float(block[i]) * factor + draws[begin + i]))))
+        else:
+            for i in range(n):
+                whole[i] = int32(max(-127.0, min(127.0, np.rint(float(block[i]) * factor))))
+        codes = out[at + 4 : at + 4 + n]
+        for i in range(n):
+            codes[i] = uint8(whole[i] & 255)
+            result[i] = np.float32(whole[i] * largest / 127.0)
+        at += 4 + n
 
 
 @entry
 def _read_int8(data: Array, out: Array) -> Num:
-    at, scale = 0, np.empty(1, np.float32)
+    at, scale, wrong = 0, np.empty(1, np.float32), False
     for begin in range(0, len(out), INT8_BLOCK):
-        end = min(begin + INT8_BLOCK, len(out))
-        for j in range(4):
-            scale.view(np.uint8)[j] = data[at + j]
-        at += 4
-        if not scale[0] >= 0.0 or scale[0] == np.inf:
+        block = out[begin : begin + INT8_BLOCK]
+        scale.view(np.uint8)[:] = data[at : at + 4]
+        largest, codes = float(scale[0]), data[at + 4 : at + 4 + len(block)]
+        if not largest >= 0.0 or largest == np.inf:
             return False
-        for i in range(begin, end):
-            q = float(np.int8(data[at + i - begin]))
-            if q < -127.0:
-                return False
-            out[i] = np.float32(q * float(scale[0]) / 127.0)
-        at += end - begin
-    return True
+        for i in range(len(block)):
+            wrong |= codes[i] == 128  # -128
+            block[i] = np.float32(np.int32(np.int8(codes[i])) * largest / 127.0)
+        at += 4 + len(block)
+    return not wrong
 
 
 class Int8:
@@ -244,8 +257,15 @@ class Levels:
 
     def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
         """Fit magnitudes and take the nearest, or one of the two around the value at random."""
-        decoded = np.empty_like(values)
-        write_levels(values, self.bits, draws, out, at, decoded)
+        decoded, n = np.empty_like(values), len(values)
+        half = n // 2 // LEVELS_BLOCK * LEVELS_BLOCK
+        parts = ((0, half), (half, n)) if n >= INLINE else ((0, n),)
+
+        def write(begin: int, end: int) -> None:
+            to = at + section_size(begin, self.bits)
+            write_levels(values[begin:end], self.bits, draws[begin:end], out, to, decoded[begin:end])
+
+        together([partial(write, *part) for part in parts], n)
         return decoded
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
