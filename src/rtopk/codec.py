@@ -160,27 +160,24 @@ class Codec:
             raise PayloadError(f"{head + tail} {values.name} values end at byte {end}, got {len(data)} bytes")
         indices, decoded = np.empty(head + tail, np.int64), np.empty(head + tail, np.float32)
 
-        def read_values() -> tuple[bool, bool]:
-            sound = payload_checksum(data, HEADER.size, len(data)) == checksum
-            first = values.read(data, HEADER.size, decoded[:head])
-            return sound, first and values.read(data, middle, decoded[head:])
+        def read_values() -> PayloadError | None:
+            if payload_checksum(data, HEADER.size, len(data)) != checksum:
+                return PayloadError(f"checksum of {len(data)} bytes is not {checksum:#018x}: damaged payload")
+            if values.read(data, HEADER.size, decoded[:head]) and values.read(data, middle, decoded[head:]):
+                return None
+            return PayloadError(f"values of form {values.name} are not finite or their scales are wrong")
 
         def read_positions() -> PayloadError | None:
-            padded = bool(flags & PADDED)
+            indices[head:] = np.arange(d - tail, d)
             try:
-                positions.read(form, data, end, d - tail, indices[:head], padded=padded)
+                positions.read(form, data, end, d - tail, indices[:head], padded=bool(flags & PADDED))
             except PayloadError as error:
                 return error
-            indices[head:] = np.arange(d - tail, d)
             return None
 
-        (sound, finite_values), refused = together([read_values, read_positions], head + tail)
-        if not sound:
-            raise PayloadError(f"checksum of {len(data)} bytes is not {checksum:#018x}: damaged payload")
-        if refused is not None:
-            raise refused
-        if not finite_values:
-            raise PayloadError(f"values of form {values.name} are not finite or their scales are wrong")
+        for refusal in together([read_values, read_positions], head + tail):
+            if refusal is not None:
+                raise refusal
         return SparseVector(torch.from_numpy(indices), torch.from_numpy(decoded), d)
 
     def _tail(self, indices: NDArray[np.int64], d: int) -> int:

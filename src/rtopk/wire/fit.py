@@ -1,4 +1,4 @@
-"""Fit a few levels to the magnitudes of a block: Lloyd's algorithm, each level the mean of the values nearest to it.
+"""Fit a few levels to the magnitudes of a block by Lloyd's algorithm: each is the mean of the values nearest to it.
 
 Works on bins, sixteen for every factor of two: a cell of a level is a range of bins, and its mean a difference of
 two running sums. Counts and sums are whole numbers, both in one word, so a value takes one addition.
@@ -15,7 +15,9 @@ _COUNT = 44  # the bit from which a bin counts its values; below it is their sum
 
 _COUNT_ROOT = np.rint(2.0**20 * np.arange(BLOCK + 1) ** (1 / 3)).astype(np.int64)
 _WIDTH_ROOT = np.rint(2.0**20 * 2.0 ** (np.arange(BINS) / 16 * 2 / 3)).astype(np.int64)
-_UNIT = 2.0 ** (np.maximum(1, np.arange(256)) - 156.0)  # by exponent of the largest: all are below 2**30 units
+_UNIT = 2.0 ** (
+    np.maximum(1, np.arange(256)) - 156.0
+)  # by exponent of the largest: all are below 2**30 units
 _PER_UNIT = 1.0 / _UNIT
 _SHARE = 1.0 / np.maximum(1, np.arange(BLOCK + 1))
 

@@ -193,17 +193,19 @@ def _write_int8(values: Array, draws: Array, out: Array, decoded: Array) -> None
             largest = max(largest, abs(block[i]))
         scale[0] = largest
         out[at : at + 4] = scale.view(np.uint8)
-        factor, largest = 127.0 / float(largest) if largest > 0 else 0.0, float(largest)
+        factor, step = 127.0 / float(largest) if largest > 0 else 0.0, float(largest)
         if len(draws):
             for i in range(n):
-                whole[i] = int32(max(-127.0, min(127.0, np.floor(float(block[i]) * factor + draws[begin + i]))))
+                whole[i] = int32(
+                    max(-127.0, min(127.0, np.floor(float(block[i]) * factor + draws[begin + i])))
+                )
         else:
             for i in range(n):
                 whole[i] = int32(max(-127.0, min(127.0, np.rint(float(block[i]) * factor))))
         codes = out[at + 4 : at + 4 + n]
         for i in range(n):
             codes[i] = uint8(whole[i] & 255)
-            result[i] = np.float32(whole[i] * largest / 127.0)
+            result[i] = np.float32(whole[i] * step / 127.0)
         at += 4 + n
 
 
