@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import wire_twin
 from codec_cases import FORMS, must_be_valid_or_refused, reseal, support, vectors
 from rtopk import Codec, PayloadError, SparseVector
 from rtopk.seed import generator
@@ -92,6 +93,33 @@ def test_every_cut_is_refused():
             cut = payload[:n].clone()
             with pytest.raises(PayloadError):
                 Codec().decode(reseal(cut) if n >= 40 else cut)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "runs", "even"])
+@pytest.mark.parametrize("shift", range(6))
+def test_four_streams_are_refused_where_the_twin_refuses(shift, kind, monkeypatch):
+    """The fast reader takes four codes from a word and four streams at once; the twin takes single bits."""
+    monkeypatch.setattr(positions, "FOUR_STREAMS_FROM", 96)
+    monkeypatch.setattr(positions, "SHIFTS", (shift, shift))
+    d, k, outcomes = 20_000, 500, set()
+    valid = payload_of(kind, d, k)
+    index, rng = 40 + 4 * k, generator("twin", shift)
+    for turn in range(60):
+        payload = valid.clone()
+        if turn:
+            for _ in range(1 + turn % 3):
+                byte = torch.randint(index if turn % 4 else index + 50, len(payload), (), generator=rng)
+                payload[byte] ^= 1 << int(torch.randint(8, (), generator=rng))
+            payload = reseal(payload)
+        decoded = must_be_valid_or_refused(Codec(), payload, d, k)
+        try:
+            expected = wire_twin.decode(payload.numpy().tobytes())[1]
+            assert expected[-1] < d
+        except (AssertionError, IndexError):
+            expected = None
+        assert (None if decoded is None else decoded.indices.tolist()) == expected
+        outcomes.add(expected is None)
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("noise", range(20))

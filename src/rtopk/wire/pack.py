@@ -1,18 +1,17 @@
 """Write ascending positions as streams of Golomb codes.
 
-A block is written in three steps: the gaps, their codes and lengths, and the joining of codes, two at a time.
-The first two are loops without branches over 32-bit numbers, which the compiler turns into vector instructions.
-Blocks with a large gap or a long code are written with care, one code at a time.
+A block is written in steps: the gaps, their codes and lengths, codes joined to pairs, and pairs appended to the
+stream. All but the last are loops without branches, which the compiler turns into vector instructions. Blocks with a large gap or a long code are written with care, one code at a time.
 """
 
 import numpy as np
 
 from rtopk.wire.bits import address, store_word
-from rtopk.wire.compiling import Array, Num, int32, int64, loop, uint32, uint64
+from rtopk.wire.compiling import Array, Num, inlined, int32, int64, loop, uint32, uint64
 from rtopk.wire.golomb import BAD_STREAM, PARAMETERS, best_code, keeps, remainder
 
 SMALL = 1 << 21  # gaps and parameters below this are divided as float32
-JOINED = 28  # bits: two codes of this length fit a word of which 7 bits are used
+JOINED = 28  # bits: twice as many can be appended at once
 
 
 @loop
@@ -32,20 +31,18 @@ def _gaps(positions: Array, previous: Num, gaps: Array) -> Num:
 def _codes(gaps: Array, n: Num, m: Num, short: Num, escape: Num, codes: Array, lengths: Array) -> Num:
     """Write the codes of n small gaps and their lengths; return the longest length.
 
-    The quotient is exact: the half keeps the product further from whole numbers than float32 rounds it.
+    The quotient is exact: the half keeps the product further from whole numbers than float32 rounds it. A long
+    remainder is r + escape, its lowest bit last. A short one is even as r + r: one expression serves both.
     """
     inverse, longest = np.float32(1.0) / np.float32(m), int32(0)
-    small, first_long, width_short = int32(m), int32(escape), int32(short)
+    small, first_long, width_long = int32(m), int32(escape), int32(short + 1)
     for i in range(n):
         q = int32((np.float32(gaps[i]) + np.float32(0.5)) * inverse)
         r = int32(gaps[i] - q * small)
-        more = int32(r >= first_long)
-        # a long remainder is r + escape in short + 1 bits, its lowest bit last
-        longer = int32(r + first_long)
-        longer = int32((longer >> 1) | ((longer & 1) << width_short))
-        tail = int32(r ^ ((r ^ longer) & -more))  # chosen by a mask: the branch would be a coin flip
-        length = int32(q + 1 + width_short + more)
-        codes[i] = uint32(1 | (tail << 1)) << uint32(q & 31)
+        tail = uint32(r + min(r, first_long))
+        tail = tail | uint32(1) | ((tail & uint32(1)) << uint32(width_long & 31))
+        length = int32(q + width_long + int32(r >= first_long))
+        codes[i] = tail << uint32(q & 31)
         lengths[i] = length
         longest = max(longest, length)
     return int64(longest)
@@ -55,9 +52,18 @@ def _codes(gaps: Array, n: Num, m: Num, short: Num, escape: Num, codes: Array, l
 def _join(codes: Array, lengths: Array, n: Num) -> None:
     """Join the two codes, and add the two lengths, in each of n words."""
     for i in range(n):
-        first = lengths[i] & uint64(0xFFFFFFFF)
-        codes[i] = (codes[i] & uint64(0xFFFFFFFF)) | ((codes[i] >> uint64(32)) << (first & uint64(63)))
+        code, first = codes[i], lengths[i] & uint64(0xFFFFFFFF)
         lengths[i] = first + (lengths[i] >> uint64(32))
+        codes[i] = (code & uint64(0xFFFFFFFF)) | ((code >> uint64(32)) << (first & uint64(63)))
+
+
+@inlined
+def _append(at: Num, word: Num, used: Num, bits: Num, length: Num) -> Num:
+    """Write up to 56 bits; return where the next byte goes, the bits not yet passed on, and how many: below 8."""
+    word |= bits << uint64(used)
+    store_word(at, word)
+    used += length
+    return at + (used >> 3), word >> uint64(used & 56), used & 7
 
 
 @loop
@@ -69,24 +75,18 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
     n, size, previous = len(positions), 1 << shift, int64(start) - 1
     base = address(out)
     at += base
-    codes, lengths = np.empty(size + 2, np.uint32), np.empty(size + 2, np.int32)
-    pairs, sums, gaps = codes.view(np.uint64), lengths.view(np.uint64), np.empty(size, np.int32)
-    word, used = uint64(0), int64(0)  # bits not yet passed on, fewer than 8 at every turn
+    pairs, sums = np.empty((size >> 1) + 2, np.uint64), np.empty((size >> 1) + 2, np.uint64)
+    codes, lengths, gaps = pairs.view(np.uint32), sums.view(np.int32), np.empty(size, np.int32)
+    word, used = uint64(0), int64(0)
     for begin in range(0, n, size):
         end = min(begin + size, n)
         count = end - begin
         best = best_code(max(int64(0), positions[end - 1] - previous - count), count)
         if keeps(code, best, count):
-            bits, length = uint64(0), 1
+            at, word, used = _append(at, word, used, uint64(0), 1)
         else:
             code = best
-            bits, length = uint64(1 | (code << 1)), 9
-        word |= bits << uint64(used)
-        store_word(at, word)
-        used += length
-        at += used >> 3
-        word >>= uint64(used & ~7)
-        used &= 7
+            at, word, used = _append(at, word, used, uint64(1 | (code << 1)), 9)
         m = PARAMETERS[code]
         short, escape = remainder(m)
         joined = _gaps(positions[begin:end], previous, gaps)
@@ -98,12 +98,7 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
             half = (count + 1) >> 1
             _join(pairs, sums, half)
             for i in range(half):
-                word |= pairs[i] << uint64(used)
-                store_word(at, word)
-                used += int64(sums[i])
-                at += used >> 3
-                word >>= uint64(used & 56)
-                used &= 7
+                at, word, used = _append(at, word, used, pairs[i], int64(sums[i]))
             continue
         inverse = 1.0 / m
         for i in range(begin, end):
@@ -114,19 +109,11 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
             if r < 0 or r >= m:  # the product was rounded across a whole number
                 q = gap // m
                 r = gap - q * m
-            more = int64(r >= escape)
-            longer = r + escape
-            longer = (longer >> 1) | ((longer & 1) << int64(short))
-            tail = uint64(r ^ ((r ^ longer) & -more))
+            tail = r + min(r, escape)
+            tail = tail | 1 | ((tail & 1) << int64(short + 1))
             while q > 16 and q + short + 2 > 56:
-                store_word(at, word)
-                at += 2
-                word >>= uint64(16)
+                at, word, used = _append(at, word, used, uint64(0), 16)
                 q -= 16
-            word |= (uint64(1) | (tail << uint64(1))) << uint64(used + q)
-            store_word(at, word)
-            used += q + 1 + short + more
-            at += used >> 3
-            word >>= uint64(used & ~7)
-            used &= 7
+            length = q + 1 + short + int64(r >= escape)
+            at, word, used = _append(at, word, used, uint64(tail) << uint64(q), length)
     return at - base + (1 if used else 0)
