@@ -7,6 +7,8 @@ the end of the vector that a layout always sends: its positions cost nothing. A 
 """
 
 import struct
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,11 +18,11 @@ from torch import Tensor
 
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
-from rtopk.threads import together
+from rtopk.threads import ranges, together
 from rtopk.wire import PayloadError, positions
 from rtopk.wire.capacity import position_bytes
 from rtopk.wire.checksum import payload_checksum, xxh64
-from rtopk.wire.values import BY_NAME, FORMS, NO_DRAWS, finite
+from rtopk.wire.values import BY_NAME, FORMS, NO_DRAWS, all_finite
 
 __all__ = ["Codec", "PayloadError"]
 
@@ -107,20 +109,21 @@ class Codec:
         values = _as_float32(vector.values)  # (k,)
         tail = self._tail(indices, d)
         limit = self.capacity(d, k) if self.fixed else None
-        data, form, kept = self._place(indices[: k - tail], d - tail, tail, limit, rng)
+        kept, size = None, HEADER.size + self._form.size(k - tail) + self._form.size(tail)
+        if limit is not None:
+            data, form, kept = self._fitted(indices[: k - tail], d - tail, tail, limit, rng)
         if kept is not None:
             keep = np.concatenate([kept, np.arange(k - tail, k)])
             indices, values = indices[keep], values[keep]
+        head = len(values) - tail
         draws = torch.rand(len(values), generator=rng).numpy() if rounds else NO_DRAWS
-        head, middle = len(values) - tail, HEADER.size + self._form.size(len(values) - tail)
-        decoded = values
-        if head and tail:
-            first = self._form.write(values[:head], draws[:head], data, HEADER.size)
-            second = self._form.write(values[head:], draws[head:], data, middle)
-            if not self._form.exact:
-                decoded = np.concatenate([first, second])
-        elif head or tail:
-            decoded = self._form.write(values, draws, data, HEADER.size)
+        decoded = values if self._form.exact else np.empty_like(values)
+        writers = list(self._writers(values, draws, decoded, head))
+        if limit is None:
+            form, data, end = positions.write(indices[:head], d - tail, size, absent=True, beside=writers)
+            data = data[:end]
+        else:
+            together([partial(writer, data) for writer in writers], len(values))
         flags, number = PADDED if self.fixed else 0, BY_NAME[self.values]
         HEADER.pack_into(
             data.data, 0, MAGIC, VERSION, flags, form, number, d, head, tail, self.fingerprint, 0
@@ -189,21 +192,30 @@ class Codec:
             raise ValueError(f"indices of {k} of {d} entries must {expected}")
         return tail
 
-    def _place(
+    def _writers(
+        self, values: NDArray[np.float32], draws: NDArray[np.float32], decoded: NDArray[np.float32], head: int
+    ) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
+        """Yield what writes the sections of values into a payload, and to decoded what a reader gets: in parts."""
+        form = self._form
+        for begin, end, at in ((0, head, HEADER.size), (head, len(values), HEADER.size + form.size(head))):
+            for first, last in ranges(end - begin, form.block, form.divisible_from):
+                if first < last:
+                    part = slice(begin + first, begin + last)
+                    yield partial(form.write, values[part], draws[part], decoded[part], at + form.size(first))
+
+    def _fitted(
         self,
         indices: NDArray[np.int64],
         d: int,
         tail: int,
-        limit: int | None,
+        limit: int,
         rng: torch.Generator | None,
     ) -> tuple[NDArray[np.uint8], int, NDArray[np.int64] | None]:
-        """Return a payload with its positions written, their form, and which entries it kept if not all."""
+        """Return a payload of `limit` bytes with its positions, their form, and the entries kept if not all."""
         kept, head = None, indices
         while True:
             prefix = HEADER.size + self._form.size(len(head)) + self._form.size(tail)
-            form, data, end = positions.write(head, d, prefix, absent=not self.fixed)
-            if limit is None:
-                return data[:end], form, kept
+            form, data, end = positions.write(head, d, prefix, absent=False)
             if end <= limit:
                 padded = np.zeros(limit, np.uint8)
                 padded[prefix:end] = data[prefix:end]
@@ -241,7 +253,7 @@ def _as_float32(values: Tensor) -> NDArray[np.float32]:
             values = values.clamp(-largest, largest)
         values = values.to(torch.float32)
     array: NDArray[np.float32] = values.cpu().contiguous().numpy()
-    if not finite(array.view(np.uint32)):
+    if not all_finite(array):
         raise ValueError("values to encode must be finite, got NaN or Inf")
     return array
 

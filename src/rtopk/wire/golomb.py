@@ -70,30 +70,24 @@ def keeps(code: Num, best: Num, n: Num) -> Num:
 
 
 @loop
-def plan(positions: Array, shift: Num, share: Num) -> Num:
-    """Return the first code, the bits expected, and bounds on the bits of two streams and of all.
+def plan(positions: Array, begin: Num, stop: Num, shift: Num, code: Num) -> Num:
+    """Return the bits expected of a stream of positions[begin:stop] in blocks of 2**shift, and a bound on them.
 
-    Blocks are of 2**shift gaps, streams of `share`. Reads the ends of the blocks only, and decides as `pack`.
+    Reads the ends of the blocks only, and decides as `pack`.
     """
-    n, size, previous = len(positions), 1 << shift, int64(-1)
-    first = best_code(max(int64(0), positions[-1] + 1 - n), n)  # the mean of all: blocks that differ say so
-    expected, bound, half = 0.0, int64(0), int64(0)
-    for start in range(0, n, share):  # a stream
-        if start == 2 * share:
-            half = bound
-        code, stop = first, min(start + share, n)
-        bound += 8  # it ends in a part of a byte
-        for begin in range(start, stop, size):
-            end = min(begin + size, stop)
-            count, last = end - begin, positions[end - 1]
-            total = max(int64(0), last - previous - count)
-            best = best_code(total, count)
-            head = 1.0
-            if not keeps(code, best, count):
-                code = best
-                head = 9.0
-            off = code - best
-            expected += head + count * (LOG2[best] + 2.0 + 0.007 * (off * off))
-            bound += 10 + count * (1 + WIDTH[code]) + int64(total * INVERSE[code])
-            previous = last
-    return first, expected, half, bound
+    size, previous = 1 << shift, positions[begin - 1] if begin else int64(-1)
+    expected, bound = 0.0, int64(8)  # it ends in a part of a byte
+    for first in range(begin, stop, size):
+        end = min(first + size, stop)
+        count, last = end - first, positions[end - 1]
+        total = max(int64(0), last - previous - count)
+        best = best_code(total, count)
+        head = 1.0
+        if not keeps(code, best, count):
+            code = best
+            head = 9.0
+        off = code - best
+        expected += head + count * (LOG2[best] + 2.0 + 0.007 * (off * off))
+        bound += 10 + count * (1 + WIDTH[code]) + int64(total * INVERSE[code])
+        previous = last
+    return expected, bound

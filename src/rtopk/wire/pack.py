@@ -1,7 +1,8 @@
 """Write ascending positions as streams of Golomb codes.
 
 A block is written in steps: the gaps, their codes and lengths, codes joined to pairs, and pairs appended to the
-stream. All but the last are loops without branches, which the compiler turns into vector instructions. Blocks with a large gap or a long code are written with care, one code at a time.
+stream. All but the last are loops without branches, which the compiler turns into vector instructions. Blocks
+with a large gap or a long code are written with care, one code at a time.
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ the same parameter its unary part is never shorter than that of Golomb codes of 
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from rtopk.threads import together
 from rtopk.wire import PayloadError
 from rtopk.wire.bits import address, all_zero, last_word, load_word, trailing_zeros
 from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint8, uint64
-from rtopk.wire.golomb import plan, remainders
+from rtopk.wire.golomb import best_code, plan, remainders
 from rtopk.wire.pack import pack
 from rtopk.wire.streams import unpack, unpack_four
 
@@ -27,9 +27,11 @@ SHIFTS = (5, 7)  # blocks of 32 or 128 gaps, whichever is shorter
 FOUR_STREAMS_FROM = 1 << 15
 DIRECTORY = 48  # bytes: where streams 1 to 3 begin, in positions and in bytes, as uint64
 SLACK = 8  # the writer stores whole words
+NOT_ASCENDING = "indices must be ascending and unique"
 
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
+Beside = Sequence[Callable[[Bytes], None]]
 
 
 @entry
@@ -48,64 +50,79 @@ def stream_share(n: Num, shift: Num) -> Num:
     return (quarter + (1 << shift) - 1) >> shift << shift
 
 
-@entry
-def plan_gaps(positions: Array, shifts: tuple[int, ...], four: Num) -> Num:
-    """Return the block shift that gives the fewest bits, its first code, bounds in bytes of half and of all."""
-    n = len(positions)
-    shift = shifts[0]
-    code, expected, half, bound = plan(positions, shift, stream_share(n, shift) if four else n)
-    for other in shifts[1:]:
-        proposal = plan(positions, other, stream_share(n, other) if four else n)
-        if proposal[1] < expected:
-            shift, (code, expected, half, bound) = other, proposal
-    return shift, code, (half + 7) >> 3, (bound + 7) >> 3
-
-
-@entry
-def write_stream(positions: Array, shift: Num, code: Num, out: Array, at: Num) -> Num:
-    """Write one stream at out[at:]; return the byte after it, or -1."""
-    return pack(positions, 0, shift, code, out, at)
-
-
-@entry
-def write_pair(positions: Array, pair: Num, shift: Num, code: Num, out: Array, at: Num) -> Num:
-    """Write two of four streams at out[at:]; return the byte after each, or -1."""
-    n = len(positions)
+@loop
+def stream_ends(n: Num, shift: Num, streams: Num, stream: Num) -> Num:
+    """Return where one of the streams of n positions begins and ends."""
+    if streams == 1:
+        return int64(0), n
     share = stream_share(n, shift)
-    cut, last = (2 * pair + 1) * share, min(n, (2 * pair + 2) * share)
-    start = positions[2 * share - 1] + 1 if pair else int64(0)
-    first = pack(positions[2 * pair * share : cut], start, shift, code, out, at)
-    if first < 0:
-        return first, first
-    return first, pack(positions[cut:last], positions[cut - 1] + 1, shift, code, out, first)
+    return min(n, stream * share), min(n, (stream + 1) * share)
 
 
-def write_gaps(positions: Positions, prefix: int) -> tuple[Bytes, int]:
-    """Return an array with the bits of the positions from byte `prefix` on, and where they end (-1: bad)."""
+@entry
+def plan_streams(
+    positions: Array,
+    shifts: tuple[int, int],
+    streams: Num,
+    some: tuple[int, int],
+    expected: Array,
+    bounds: Array,
+) -> Num:
+    """Write for each shift the bits expected of some of the streams, and bounds in bytes; return the first code."""
     n = len(positions)
-    four = n >= FOUR_STREAMS_FROM
-    shift, code, half, bound = plan_gaps(positions, SHIFTS, four)
-    at = prefix + 2 + (DIRECTORY if four else 0)
-    out: Bytes = np.empty(at + bound + 2 * SLACK, np.uint8)
-    out[prefix], out[prefix + 1] = shift | (16 if four else 0), code
-    if not four:
-        return out, write_stream(positions, shift, code, out, at)
-    gap = at + half + SLACK  # the second pair has its own room, and closes up afterwards
-    ends = side_by_side(
-        n,
-        partial(write_pair, positions, 0, shift, code, out, at),
-        partial(write_pair, positions, 1, shift, code, out, gap),
-    )
-    if min(ends[0][1], ends[1][1]) < 0:
+    code = best_code(max(int64(0), positions[-1] + 1 - n), n)  # the mean of all: blocks that differ say so
+    for i in range(len(shifts)):
+        for stream in range(some[0], some[1]):
+            begin, end = stream_ends(n, shifts[i], streams, stream)
+            expected[i, stream], bits = plan(positions, begin, end, shifts[i], code)
+            bounds[i, stream] = (bits + 7) >> 3
+    return code
+
+
+@entry
+def write_stream(
+    positions: Array, streams: Num, stream: Num, shift: Num, code: Num, out: Array, at: Num
+) -> Num:
+    """Write one of the streams at out[at:]; return the byte after it, or -1."""
+    begin, end = stream_ends(len(positions), shift, streams, stream)
+    start = positions[begin - 1] + 1 if begin else int64(0)
+    return pack(positions[begin:end], start, shift, code, out, at)
+
+
+def write_gaps(positions: Positions, prefix: int, beside: Beside = ()) -> tuple[Bytes, int]:
+    """Return an array with the bits of the positions from byte `prefix` on, and where they end (-1: bad).
+
+    Whatever is `beside` gets the array and writes to its first bytes, at the same time.
+    """
+    n = len(positions)
+    streams = 4 if n >= FOUR_STREAMS_FROM else 1
+    expected, bounds = np.empty((2, streams)), np.empty((2, streams), np.int64)
+    halves = ((0, 2), (2, 4)) if streams == 4 else ((0, 1),)
+    plans = [partial(plan_streams, positions, SHIFTS, streams, half, expected, bounds) for half in halves]
+    code = together(plans, n)[0]
+    best = int(expected[1].sum() < expected[0].sum())
+    shift, rooms = (
+        SHIFTS[best],
+        bounds[best].tolist(),
+    )  # each stream has its own room, and closes up afterwards
+    at = [prefix + 2 + (DIRECTORY if streams == 4 else 0)]
+    for room in rooms:
+        at.append(at[-1] + room + SLACK)
+    out: Bytes = np.empty(at[-1], np.uint8)
+    out[prefix], out[prefix + 1] = shift | (16 if streams == 4 else 0), code
+    tasks: list[Callable[[], Any]] = [partial(other, out) for other in beside]
+    tasks += [partial(write_stream, positions, streams, i, shift, code, out, at[i]) for i in range(streams)]
+    ends = together(tasks, n)[len(beside) :]
+    end = int(ends[0])
+    if min(ends) < 0:
         return out, -1
-    second = ends[0][1]
-    end = second + ends[1][1] - gap
-    out[second:end] = out[gap : ends[1][1]]
-    share = stream_share(n, shift)
-    offsets = ends[0][0], second, second + ends[1][0] - gap
-    for stream, offset in enumerate(offsets, start=1):
-        start = int(positions[stream * share - 1]) + 1
-        struct.pack_into("<QQ", out.data, prefix + 2 + 16 * (stream - 1), start, offset - prefix)
+    share = int(stream_share(n, shift))
+    for i in range(1, streams):
+        directory = int(positions[i * share - 1]) + 1, end - prefix
+        struct.pack_into("<QQ", out.data, prefix + 2 + 16 * (i - 1), *directory)
+        length = ends[i] - at[i]
+        out[end : end + length] = out[at[i] : ends[i]]
+        end += length
     return out, end
 
 
@@ -156,11 +173,6 @@ def read_gaps(data: Bytes, begin: int, limit: int, out: Positions) -> int:
     return int(read_four(data, begin, end, limit, out, *remainders()))
 
 
-def side_by_side(n: int, one: Callable[[], Any], two: Callable[[], Any]) -> list[Any]:
-    """Do two parts of the work on n positions, in two threads if there is enough of it."""
-    return together([one, two], n)
-
-
 @entry
 def complement(positions: Array, limit: Num, out: Array) -> Num:
     """Fill out with the positions below the limit that are not among the given; False if not ascending."""
@@ -209,28 +221,34 @@ def read_bitmap(data: Array, begin: Num, end: Num, limit: Num, out: Array) -> Nu
     return int64(8 * begin + limit) if j == len(out) else int64(-1)
 
 
-def write(positions: Positions, limit: int, prefix: int, *, absent: bool) -> tuple[int, Bytes, int]:
+def write(
+    positions: Positions, limit: int, prefix: int, *, absent: bool, beside: Beside = ()
+) -> tuple[int, Bytes, int]:
     """Return index form, an array with the bits from byte `prefix` on, and where they end.
 
-    `absent` allows the form of that name.
+    `absent` allows the form of that name. Whatever is `beside` gets the array and writes to its first bytes, at
+    the same time if there is enough to do; again, if another form turns out to be shorter.
     """
-    n = len(positions)
-    if n == 0:
-        return NONE, np.empty(prefix, np.uint8), prefix
-    if positions[0] < 0 or positions[-1] >= limit:
+    n, bitmap = len(positions), prefix + ((limit + 7) >> 3)
+    if n and (positions[0] < 0 or positions[-1] >= limit):
         raise ValueError(f"positions must lie in [0, {limit}), got {positions[0]} to {positions[-1]}")
-    form, out, end = BITMAP, None, -1
-    if 2 * n <= limit:
-        form, (out, end) = GAPS, write_gaps(positions, prefix)
-    elif absent and n < limit:
-        left_out = np.empty(limit - n, np.int64)
-        if complement(positions, limit, left_out):
-            form, (out, end) = ABSENT, write_gaps(left_out, prefix)
-    if out is None or (end >= 0 and end - prefix > (limit + 7) >> 3):
-        form, (out, end) = BITMAP, write_bitmap(positions, limit, prefix)
+    form, coded = GAPS, positions
+    if absent and limit < 2 * n < 2 * limit:
+        form, coded = ABSENT, np.empty(limit - n, np.int64)
+        if not complement(positions, limit, coded):
+            raise ValueError(NOT_ASCENDING)
+    if 0 < 2 * len(coded) <= limit:
+        out, end = write_gaps(coded, prefix, beside)
+        if end < 0:
+            raise ValueError(NOT_ASCENDING)
+        if end <= bitmap:
+            return form, out, end
+    out, end = write_bitmap(positions, limit, prefix) if n else (np.empty(prefix, np.uint8), prefix)
     if end < 0:
-        raise ValueError("indices must be ascending and unique")
-    return form, out, end
+        raise ValueError(NOT_ASCENDING)
+    for other in beside:
+        other(out)
+    return (BITMAP if n else NONE), out, end
 
 
 def read(form: int, data: Bytes, begin: int, limit: int, out: Positions, *, padded: bool) -> None:

@@ -5,6 +5,7 @@ at chosen positions and one for those of the dense tail, whose magnitudes differ
 a class to FORMS at the end: the number in the header is the place in that list.
 """
 
+import sys
 from functools import partial
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rtopk.threads import INLINE, together
+from rtopk.threads import INLINE, ranges, together
 from rtopk.wire.compiling import Array, Num, entry, int32, int64, uint8, uint16, uint32
 from rtopk.wire.fit import BLOCK as LEVELS_BLOCK
 from rtopk.wire.levels import read_levels, section_size, write_levels
@@ -29,12 +30,14 @@ class Form(Protocol):
 
     name: str
     exact: bool  # reads back what was written, so there is nothing to round
+    block: int  # a section can be written in parts that begin at multiples of this
+    divisible_from: int  # if it has as many values
 
     def size(self, n: int) -> int:
         """Return the bytes of a section of n values."""
 
-    def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
-        """Write a section of finite values at out[at:]; return what a reader gets."""
+    def write(self, values: Floats, draws: Floats, decoded: Floats, at: int, out: Bytes) -> None:
+        """Write a section of finite values at out[at:], and to decoded what a reader gets if it is not exact."""
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Fill out from a section at data[at:]; say whether it was one."""
@@ -49,19 +52,24 @@ def finite(patterns: Array) -> Num:
     return wrong < uint32(0x80000000)
 
 
+def all_finite(values: Floats) -> bool:
+    """Say whether no value is NaN or infinite."""
+    patterns, n = values.view(np.uint32), len(values)
+    return all(together([partial(finite, patterns[begin:end]) for begin, end in ranges(n, 1)], n))
+
+
 class Float32:
     """The float32 itself."""
 
-    name, exact = "fp32", True
+    name, exact, block, divisible_from = "fp32", True, 1, INLINE
 
     def size(self, n: int) -> int:
         """Return 4 bytes a value."""
         return 4 * n
 
-    def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
+    def write(self, values: Floats, draws: Floats, decoded: Floats, at: int, out: Bytes) -> None:
         """Copy the values."""
         out[at : at + 4 * len(values)].view(np.float32)[:] = values
-        return values
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Copy the values and look for NaN and infinity."""
@@ -105,13 +113,13 @@ def _times_power(values: Floats, exponent: int) -> Floats:
 class Half:
     """float16 times a power of two per section: 1 where float16 holds all values as normal numbers."""
 
-    name, exact = "fp16", False
+    name, exact, block, divisible_from = "fp16", False, 1, sys.maxsize  # one exponent
 
     def size(self, n: int) -> int:
         """Return 2 bytes a value and 2 for the exponent."""
         return 2 + 2 * n if n else 0
 
-    def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
+    def write(self, values: Floats, draws: Floats, decoded: Floats, at: int, out: Bytes) -> None:
         """Round to the nearest float16, or up or down at random."""
         smallest, top = _band(values.view(np.uint32))
         exponent = 0
@@ -128,7 +136,7 @@ class Half:
             halves = halves.clamp(-32752.0, 32752.0)
         out[at : at + 2].view(np.int16)[:] = exponent
         out[at + 2 : at + 2 + 2 * len(values)].view(np.float16)[:] = halves.numpy()
-        return _times_power(halves.float().numpy(), exponent)
+        decoded[:] = _times_power(halves.float().numpy(), exponent)
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Read the values; an exponent beyond what float32 can need is refused."""
@@ -161,19 +169,17 @@ def _write_bfloat(patterns: Array, draws: Array, out: Array, decoded: Array) -> 
 class BFloat:
     """The upper half of the float32."""
 
-    name, exact = "bf16", False
+    name, exact, block, divisible_from = "bf16", False, 1, INLINE
 
     def size(self, n: int) -> int:
         """Return 2 bytes a value."""
         return 2 * n
 
-    def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
+    def write(self, values: Floats, draws: Floats, decoded: Floats, at: int, out: Bytes) -> None:
         """Round to the nearest bfloat16 (ties to even), or up or down at random."""
-        decoded = np.empty_like(values)
         upper = np.empty(len(values), np.uint16)
         _write_bfloat(values.view(np.uint32), draws, upper, decoded.view(np.uint32))
         out[at : at + 2 * len(values)].view(np.uint16)[:] = upper
-        return decoded
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Read the values and look for NaN and infinity."""
@@ -228,17 +234,15 @@ def _read_int8(data: Array, out: Array) -> Num:
 class Int8:
     """A whole number from -127 to 127 times the largest magnitude of its block of 256, over 127."""
 
-    name, exact = "int8", False
+    name, exact, block, divisible_from = "int8", False, INT8_BLOCK, INLINE
 
     def size(self, n: int) -> int:
         """Return a byte a value and 4 a block."""
         return n + 4 * (-(-n // INT8_BLOCK))
 
-    def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
+    def write(self, values: Floats, draws: Floats, decoded: Floats, at: int, out: Bytes) -> None:
         """Round to the nearest multiple, or up or down at random."""
-        decoded = np.empty_like(values)
         _write_int8(values, draws, out[at:], decoded)
-        return decoded
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Read the values; a scale must be finite and not negative."""
@@ -248,7 +252,7 @@ class Int8:
 class Levels:
     """A sign and one of a few magnitudes that each block of 512 brings along."""
 
-    exact = False
+    exact, block, divisible_from = False, LEVELS_BLOCK, INLINE
 
     def __init__(self, name: str, bits: int) -> None:
         self.name, self.bits = name, bits
@@ -257,18 +261,9 @@ class Levels:
         """Return the bytes of n values with their magnitudes."""
         return section_size(n, self.bits)
 
-    def write(self, values: Floats, draws: Floats, out: Bytes, at: int) -> Floats:
+    def write(self, values: Floats, draws: Floats, decoded: Floats, at: int, out: Bytes) -> None:
         """Fit magnitudes and take the nearest, or one of the two around the value at random."""
-        decoded, n = np.empty_like(values), len(values)
-        half = n // 2 // LEVELS_BLOCK * LEVELS_BLOCK
-        parts = ((0, half), (half, n)) if n >= INLINE else ((0, n),)
-
-        def write(begin: int, end: int) -> None:
-            to = at + section_size(begin, self.bits)
-            write_levels(values[begin:end], self.bits, draws[begin:end], out, to, decoded[begin:end])
-
-        together([partial(write, *part) for part in parts], n)
-        return decoded
+        write_levels(values, self.bits, draws, out, at, decoded)
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Read the values; magnitudes must ascend and be finite."""
