@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from codec_cases import FORMS, KINDS, must_be_valid_or_refused, reseal, support
 from rtopk import Codec, SparseVector
 from rtopk.seed import generator
-from rtopk.wire import positions, values
+from rtopk.wire import gaps, positions, values
 
 # Not whole modules: numba could not compile loops that are instrumented.
 Codec.decode = atheris.instrument_func(Codec.decode)
@@ -39,9 +39,9 @@ def corpus():
                     indices = support(kind, SIZE, k, generator(k))
                     vector = SparseVector(indices, torch.randn(len(indices), generator=generator(kind)), SIZE)
                     yield Codec(form, fixed=fixed).encode(vector, generator(0)).numpy().tobytes()
-                    positions.FOUR_STREAMS_FROM, positions.SHIFTS = 96, (3, 3)  # four streams of few entries
+                    gaps.FOUR_STREAMS_FROM, gaps.SHIFTS = 96, (3, 3)  # four streams of few entries
                     yield Codec(form).encode(vector).numpy().tobytes()
-                    positions.FOUR_STREAMS_FROM, positions.SHIFTS = 1 << 15, (5, 7)
+                    gaps.FOUR_STREAMS_FROM, gaps.SHIFTS = 1 << 15, (5, 7)
 
 
 VALID = list(corpus())

@@ -19,7 +19,7 @@ import wire_twin
 from codec_cases import FORMS, must_be_valid_or_refused, reseal, support, vectors
 from rtopk import Codec, PayloadError, SparseVector
 from rtopk.seed import generator
-from rtopk.wire import positions
+from rtopk.wire import gaps
 
 SIZE, ENTRIES = 3700, 3700
 
@@ -45,8 +45,8 @@ def test_mutated_payloads(vector, form, fixed, edits, cut, extra, sealed, start,
     codec = Codec(form, fixed=fixed)
     with pytest.MonkeyPatch.context() as patch:
         if four:  # four streams at small sizes
-            patch.setattr(positions, "FOUR_STREAMS_FROM", 96)
-            patch.setattr(positions, "SHIFTS", (3, 3))
+            patch.setattr(gaps, "FOUR_STREAMS_FROM", 96)
+            patch.setattr(gaps, "SHIFTS", (3, 3))
         payload, sent = codec.encode_with_decoded(vector, generator(0))
     assert torch.equal(codec.decode(payload).indices, sent.indices)
     data = bytearray(payload.numpy().tobytes())
@@ -99,8 +99,8 @@ def test_every_cut_is_refused():
 @pytest.mark.parametrize("shift", range(6))
 def test_four_streams_are_refused_where_the_twin_refuses(shift, kind, monkeypatch):
     """The fast reader takes four codes from a word and four streams at once; the twin takes single bits."""
-    monkeypatch.setattr(positions, "FOUR_STREAMS_FROM", 96)
-    monkeypatch.setattr(positions, "SHIFTS", (shift, shift))
+    monkeypatch.setattr(gaps, "FOUR_STREAMS_FROM", 96)
+    monkeypatch.setattr(gaps, "SHIFTS", (shift, shift))
     d, k, outcomes = 20_000, 500, set()
     valid = payload_of(kind, d, k)
     index, rng = 40 + 4 * k, generator("twin", shift)

@@ -22,7 +22,7 @@ from rtopk.threads import ranges, together
 from rtopk.wire import PayloadError, positions
 from rtopk.wire.capacity import position_bytes
 from rtopk.wire.checksum import payload_checksum, xxh64
-from rtopk.wire.values import BY_NAME, FORMS, NO_DRAWS, all_finite
+from rtopk.wire.values import BY_NAME, FORMS, NO_DRAWS, finite
 
 __all__ = ["Codec", "PayloadError"]
 
@@ -253,7 +253,7 @@ def _as_float32(values: Tensor) -> NDArray[np.float32]:
             values = values.clamp(-largest, largest)
         values = values.to(torch.float32)
     array: NDArray[np.float32] = values.cpu().contiguous().numpy()
-    if not all_finite(array):
+    if not finite(array.view(np.uint32)):
         raise ValueError("values to encode must be finite, got NaN or Inf")
     return array
 

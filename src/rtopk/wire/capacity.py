@@ -6,8 +6,8 @@ so that ranks on different machines agree.
 
 from functools import cache
 
+from rtopk.wire.gaps import DIRECTORY, FOUR_STREAMS_FROM
 from rtopk.wire.golomb import CODES, PARAMETERS
-from rtopk.wire.positions import DIRECTORY, FOUR_STREAMS_FROM
 
 MARGIN = 5.0  # standard deviations of the length of h codes
 

@@ -6,14 +6,13 @@ a class to FORMS at the end: the number in the header is the place in that list.
 """
 
 import sys
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rtopk.threads import INLINE, ranges, together
+from rtopk.threads import INLINE
 from rtopk.wire.compiling import Array, Num, entry, int32, int64, uint8, uint16, uint32
 from rtopk.wire.fit import BLOCK as LEVELS_BLOCK
 from rtopk.wire.levels import read_levels, section_size, write_levels
@@ -50,12 +49,6 @@ def finite(patterns: Array) -> Num:
     for i in range(len(patterns)):
         wrong |= (patterns[i] & uint32(0x7FFFFFFF)) + uint32(0x00800000)
     return wrong < uint32(0x80000000)
-
-
-def all_finite(values: Floats) -> bool:
-    """Say whether no value is NaN or infinite."""
-    patterns, n = values.view(np.uint32), len(values)
-    return all(together([partial(finite, patterns[begin:end]) for begin, end in ranges(n, 1)], n))
 
 
 class Float32:
