@@ -9,7 +9,7 @@ the end of the vector that a layout always sends: its positions cost nothing. A 
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -109,6 +109,8 @@ class Codec:
         values = _as_float32(vector.values)  # (k,)
         tail = self._tail(indices, d)
         limit = self.capacity(d, k) if self.fixed else None
+        if self.fixed or rounds:  # before an overflow is counted or a generator used
+            _check_finite(values)
         kept, size = None, HEADER.size + self._form.size(k - tail) + self._form.size(tail)
         if limit is not None:
             data, form, kept = self._fitted(indices[: k - tail], d - tail, tail, limit, rng)
@@ -201,7 +203,13 @@ class Codec:
             for first, last in ranges(end - begin, form.block, form.divisible_from):
                 if first < last:
                     part = slice(begin + first, begin + last)
-                    yield partial(form.write, values[part], draws[part], decoded[part], at + form.size(first))
+                    sections = values[part], draws[part], decoded[part], at + form.size(first)
+                    yield partial(self._write_finite, *sections)
+
+    def _write_finite(self, values: NDArray[np.float32], *place: Any) -> None:
+        """Write a part of the values; ValueError if one is NaN or Inf."""
+        _check_finite(values)
+        self._form.write(values, *place)
 
     def _fitted(
         self,
@@ -243,19 +251,18 @@ def _trailing_run(indices: NDArray[np.int64], d: int) -> int:
 
 
 def _as_float32(values: Tensor) -> NDArray[np.float32]:
-    """Return values as float32 on the CPU, those beyond its range saturated; ValueError on NaN or Inf."""
+    """Return values as float32 on the CPU, those beyond its range saturated, NaN and Inf left as they are."""
     values = values.detach()
-    if values.dtype != torch.float32:
-        if not bool(values.isfinite().all()):
-            raise ValueError("values to encode must be finite, got NaN or Inf")
-        if values.dtype == torch.float64:
-            largest = torch.finfo(torch.float32).max
-            values = values.clamp(-largest, largest)
-        values = values.to(torch.float32)
-    array: NDArray[np.float32] = values.cpu().contiguous().numpy()
-    if not finite(array.view(np.uint32)):
-        raise ValueError("values to encode must be finite, got NaN or Inf")
+    if values.dtype == torch.float64:
+        largest = torch.finfo(torch.float32).max
+        values = torch.where(values.isfinite(), values.clamp(-largest, largest), values)
+    array: NDArray[np.float32] = values.to(torch.float32).cpu().contiguous().numpy()
     return array
+
+
+def _check_finite(values: NDArray[np.float32]) -> None:
+    if not finite(values.view(np.uint32)):
+        raise ValueError("values to encode must be finite, got NaN or Inf")
 
 
 def _as_bytes(payload: Tensor) -> NDArray[np.uint8]:

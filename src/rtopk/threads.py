@@ -60,7 +60,7 @@ def _in_region(parallel: Any, tasks: Sequence[Callable[[], R]]) -> list[R]:
     number = next(_numbers)
     _jobs[number] = job
     try:
-        parallel(_work, number, len(tasks), 0)
+        parallel(_work, number, min(len(tasks), torch.get_num_threads()), 0)
     finally:
         del _jobs[number]
     _, results, errors = job

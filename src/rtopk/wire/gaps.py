@@ -49,16 +49,14 @@ def stream_ends(n: Num, shift: Num, streams: Num, stream: Num) -> Num:
 def plan_streams(
     positions: Array,
     shifts: tuple[int, int],
-    streams: Num,
-    some: tuple[int, int],
     expected: Array,
     bounds: Array,
 ) -> Num:
-    """Write for each shift the bits expected of some of the streams, and bounds in bytes; return the first code."""
-    n = len(positions)
+    """Write for each shift the bits expected of the streams, and bounds in bytes; return the first code."""
+    n, streams = len(positions), bounds.shape[1]
     code = best_code(max(int64(0), positions[-1] + 1 - n), n)  # the mean of all: blocks that differ say so
     for i in range(len(shifts)):
-        for stream in range(some[0], some[1]):
+        for stream in range(streams):
             begin, end = stream_ends(n, shifts[i], streams, stream)
             expected[i, stream], bits = plan(positions, begin, end, shifts[i], code)
             bounds[i, stream] = (bits + 7) >> 3
@@ -83,9 +81,7 @@ def write_gaps(positions: Positions, prefix: int, beside: Beside = ()) -> tuple[
     n = len(positions)
     streams = 4 if n >= FOUR_STREAMS_FROM else 1
     expected, bounds = np.empty((2, streams)), np.empty((2, streams), np.int64)
-    halves = ((0, 2), (2, 4)) if streams == 4 else ((0, 1),)
-    plans = [partial(plan_streams, positions, SHIFTS, streams, half, expected, bounds) for half in halves]
-    code = together(plans, n)[0]
+    code = plan_streams(positions, SHIFTS, expected, bounds)
     best = int(expected[1].sum() < expected[0].sum())
     shift, at = SHIFTS[best], [prefix + 2 + (DIRECTORY if streams == 4 else 0)]
     for room in bounds[best].tolist():  # each stream has its own room, and closes up afterwards
