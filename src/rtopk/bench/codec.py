@@ -2,7 +2,8 @@
 
 Bits are of whole payloads, per entry. `index_bits` is what is left when the section of the values is taken away:
 positions and header (for general compressors: everything beyond 32 bits of value). Times are the best of runs that
-take turns: add_ over d, encode, decode, and again.
+take turns: add_ over d, then every way to encode and decode, and again. The first way after add_ finds nothing in
+the caches, not even the interpreter; each run begins with another one.
 """
 
 import contextlib
@@ -82,7 +83,7 @@ def measure(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> 
             rng = generator("bench codec", d)
             k = round(d * density)
             vector = SparseVector(draw(d, k, rng), torch.randn(k, generator=rng), d)
-            forms = tuple(BY_NAME) if d in plan.timed or density == 0.001 else ("fp32",)
+            forms = tuple(BY_NAME) if d in plan.timed or density == 0.001 else ("fp32", "4bit")
             rows += _compare(vector, "uniform", forms, d in plan.timed, plan.runs, adds)
     progress("gradients of ResNet-18")
     gradient = real(plan.model_size, 1, plan.data_dir).vectors[0]
@@ -113,9 +114,10 @@ def _compare(
     payloads = [way[2]() for way in ways]  # the first call may compile
     for way, payload in zip(ways, payloads, strict=True):
         way[3](payload)
-    for _ in range(runs):
+    for run in range(runs):
         passes.append(_milliseconds(lambda: residual.add_(gradient)))
-        for i, (_, _, encode, decode, _, _) in enumerate(ways):
+        for i in (j % len(ways) for j in range(run, run + len(ways))):
+            _, _, encode, decode, _, _ = ways[i]
             times[i].append((_milliseconds(encode), _milliseconds(partial(decode, payloads[i]))))
     adds[d] = min(passes)
     for i, (method, values, _, _, size, value_bits) in enumerate(ways):
