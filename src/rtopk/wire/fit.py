@@ -15,9 +15,8 @@ _COUNT = 44  # the bit from which a bin counts its values; below it is their sum
 
 _COUNT_ROOT = np.rint(2.0**20 * np.arange(BLOCK + 1) ** (1 / 3)).astype(np.int64)
 _WIDTH_ROOT = np.rint(2.0**20 * 2.0 ** (np.arange(BINS) / 16 * 2 / 3)).astype(np.int64)
-_UNIT = 2.0 ** (
-    np.maximum(1, np.arange(256)) - 156.0
-)  # by exponent of the largest: all are below 2**30 units
+# By exponent of the largest size: all are below 2**30 units.
+_UNIT = 2.0 ** (np.maximum(1, np.arange(256)) - 156.0)
 _PER_UNIT = 1.0 / _UNIT
 _SHARE = 1.0 / np.maximum(1, np.arange(BLOCK + 1))
 
