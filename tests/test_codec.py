@@ -12,6 +12,7 @@ from codec_cases import FORMS, KINDS, support, vectors
 from rtopk import Codec, Layout, PayloadError, RTopK, SparseVector, Sparsifier
 from rtopk.experiments.models import ResNet
 from rtopk.seed import generator
+from rtopk.wire.golomb import PARAMETERS
 
 # The largest error of nearest rounding, relative to the largest magnitude of a block (fp16, bf16: to the value).
 STEP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127, "fp32": 0.0}
@@ -65,6 +66,26 @@ def test_four_streams(kind, d, k):
     assert same(Codec().decode(payload), vector)
     if kind == "uniform" and d > 100_000:
         assert payload[40 + 4 * k] >> 4 == 1
+
+
+def test_four_streams_of_codes_that_barely_fit_a_word():
+    """Gaps of 1,700: four codes take 46 bits on average, and one time in fifty more than the word surely has."""
+    d, k = 2**26, 40_000
+    vector = SparseVector(support("uniform", d, k, generator(6)), torch.zeros(k), d)
+    assert same(Codec().decode(Codec().encode(vector)), vector)
+
+
+def test_gaps_beside_multiples_of_the_parameter():
+    """The writer divides by a product in float32: exact, also at whole numbers and for the largest gaps."""
+    once, twice = (
+        torch.ones(9, dtype=torch.int64),
+        torch.full((7,), 2),
+    )  # on average 1.44, so the parameter fits
+    for m in PARAMETERS[:168].tolist():  # below 2**23: beyond what is divided that way
+        gaps = m * torch.cat([once, twice]).repeat(16) + torch.tensor([-1, 0, 1, 0]).repeat(64)
+        indices = (gaps + 1).cumsum(0) - 1
+        vector = SparseVector(indices, torch.zeros(len(indices)), int(indices[-1]) + 2)
+        assert torch.equal(Codec().decode(Codec().encode(vector)).indices, indices)
 
 
 def test_two_threads_write_and_read_the_same():
