@@ -6,7 +6,7 @@ a class to FORMS at the end: the number in the header is the place in that list.
 """
 
 import sys
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 NO_DRAWS = np.empty(0, np.float32)
 INT8_BLOCK = 256
+PIECE = 1 << 15
 HALF_MAX, HALF_MIN = 0x477FE000, 0x38800000  # bits of 65504 and of 2**-14
 
 
@@ -103,6 +104,13 @@ def _times_power(values: Floats, exponent: int) -> Floats:
     return product
 
 
+def _convert(source: NDArray[Any], target: NDArray[Any]) -> None:
+    """Round to the type of the target as numpy does, and faster; in pieces for which torch wakes no thread."""
+    for begin in range(0, len(source), PIECE):
+        piece = slice(begin, begin + PIECE)
+        torch.from_numpy(target[piece]).copy_(torch.from_numpy(source[piece]))
+
+
 class Half:
     """float16 times a power of two per section: 1 where float16 holds all values as normal numbers."""
 
@@ -124,12 +132,14 @@ class Half:
             _to_grid(values, draws, 2.0**-exponent, scaled)
         else:
             scaled = _times_power(values, -exponent)
-        halves = torch.from_numpy(scaled).half()  # rounds as numpy does, and faster
+        halves = np.empty(len(values), np.float16)
+        _convert(scaled, halves)
         if exponent == 113:  # 2**15 x 2**113 is beyond float32: stay one step below
-            halves = halves.clamp(-32752.0, 32752.0)
+            halves = halves.clip(-32752.0, 32752.0)
         out[at : at + 2].view(np.int16)[:] = exponent
-        out[at + 2 : at + 2 + 2 * len(values)].view(np.float16)[:] = halves.numpy()
-        decoded[:] = _times_power(halves.float().numpy(), exponent)
+        out[at + 2 : at + 2 + 2 * len(values)].view(np.float16)[:] = halves
+        _convert(halves, decoded)
+        decoded[:] = _times_power(decoded, exponent)
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
         """Read the values; an exponent beyond what float32 can need is refused."""
@@ -138,8 +148,7 @@ class Half:
         exponent = int(data[at : at + 2].view(np.int16)[0])
         if not -164 <= exponent <= 113:
             return False
-        halves = torch.from_numpy(data[at + 2 : at + 2 + 2 * len(out)].view(np.float16))
-        torch.from_numpy(out).copy_(halves)
+        _convert(data[at + 2 : at + 2 + 2 * len(out)].view(np.float16), out)
         if exponent:
             with np.errstate(invalid="ignore"):  # a signalling NaN of a stranger: refused below, no warning
                 out[:] = _times_power(out, exponent)
