@@ -179,7 +179,7 @@ def test_killed_and_started_again_goes_on(tiny, tmp_path):
         (["--study", "luck"], "study must be one of warm-up, candidates"),
         (["--study", "split", "--scale", "paper"], "a study has the scales smoke, small"),
         (["--table", "1", "--scale", "huge"], "scale must be one of"),
-        (["--table", "1", "--rows", "some"], "rows must be all or paper"),
+        (["--table", "1", "--rows", "some"], "rows must be all, paper or a part"),
     ],
 )
 def test_wrong_use(options, message):
@@ -251,7 +251,7 @@ def test_tables_are_rendered_and_drawn(tmp_path):
     assert "old" not in page
     assert "| rTop-k 99 % | 92.02 | 50.50 ± 6.35 | 2 | 0.045 | 100 |" in page
     assert "| rTop-k 99.9 % | 88.51 | not run yet | | | |" in page
-    assert "**Incomplete**: 7 of 10 rows have not run; the fewest seeds of a row are 2." in page
+    assert "**Incomplete**: 8 of 11 rows have not run; the fewest seeds of a row are 2." in page
     assert page.count("Not run yet.") == 4 + len(STUDIES)
     assert (tmp_path / "figure-3.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "figure-2.png").exists()

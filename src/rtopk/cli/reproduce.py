@@ -21,7 +21,7 @@ def reproduce(
     table: int = typer.Option(0, min=0, max=5, help="Which of the paper's tables: 1 to 5."),
     study: str = typer.Option("", help="A study instead: " + _STUDIES),
     scale: str = typer.Option("small", help="smoke (seconds), small (an hour), paper (GPUs)."),
-    rows: str = typer.Option("all", help="all, or paper: only those with a figure in the paper."),
+    rows: str = typer.Option("all", help="all; paper: those with a figure there; or a part of their labels."),
     seeds: int = typer.Option(3, min=1, help="Runs of each row, with different seeds."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     results: Path = typer.Option(Path("results"), help="Folder of the records."),
@@ -57,12 +57,14 @@ def reproduce(
             raise ValueError(f"a study has the scales {', '.join(chosen.setups)}, got {scale!r}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if rows not in ("all", "paper"):
-        raise typer.BadParameter(f"rows must be all or paper, got {rows!r}")
-    groups = [[row for row in chosen.rows if row.paper is not None]]
-    if rows == "all":
-        groups.append([row for row in chosen.rows if row.paper is None])
+    wanted = [row for row in chosen.rows if rows in ("all", "paper") or rows in row.label]
+    groups = [[row for row in wanted if row.paper is not None]]
+    if rows != "paper":
+        groups.append([row for row in wanted if row.paper is None])
     groups = [group for group in groups if group]
+    if not groups:
+        labels = "; ".join(row.label for row in chosen.rows)
+        raise typer.BadParameter(f"rows must be all, paper or a part of a label ({labels}), got {rows!r}")
     if device is not None:
         os.environ["RTOPK_DEVICE"] = device
     if tensorboard:
