@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rtopk.advise.cost import Prediction
 
-WORTH = 0.9  # compression must take at most this part of dense's step, else its extra noise buys nothing
+WORTH = 0.75  # compression must save a quarter of dense's step: less is not worth tuning rates anew
 NEARLY = 1.05  # within this factor of the fastest, the one that sends more is preferred
 
 
