@@ -212,14 +212,15 @@ def made(config, score):
 
 def test_standings_compare_with_intervals(tmp_path):
     file = results_file(tmp_path, TABLES[2], "small")
-    rows = {(row.method, row.density, row.mean): row for row in TABLES[2].rows}
+    rows = {(row.method, row.density, row.mean): row for row in TABLES[2].rows if not row.note}
     written(file, rows["rtop-k", 0.01, "nodes"], [50.0, 51.0, 52.0])
+    written(file, next(row for row in TABLES[2].rows if row.note), [60.0, 61.0, 62.0])  # an r of our own
     written(file, rows["rtop-k", 0.01, "received"], [40.0, 41.0, 42.0])
     written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.0, 57.0])
     written(file, rows["dense", 1.0, "nodes"], [51.2, 51.0, 50.9])
     written(file, rows["top-k", 0.001, "nodes"], [30.0])
     found = standings(TABLES[2], "small", tmp_path)
-    assert [len(s.records) for s in found] == [3, 3, 3, 1, 3]
+    assert [len(s.records) for s in found] == [3, 3, 3, 1, 3, 3]
     assert not any(s.at_edge for s in found)
     ours = found[1]
     assert ours.mean == 51.0
@@ -229,6 +230,7 @@ def test_standings_compare_with_intervals(tmp_path):
     assert set(against) == {"Top-k 99 %", "baseline"}
     top = against["Top-k 99 %"]
     assert top.first.row.mean == "nodes"  # each method with its better mean
+    assert not top.first.row.note
     assert (top.advantage, top.verdict) == (-5.0, "behind")
     assert top.paper == pytest.approx(6.40)
     assert top.half_width == pytest.approx(2.776 * (2 / 3) ** 0.5, rel=1e-3)  # t(0.975, 4)
