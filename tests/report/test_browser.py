@@ -204,9 +204,9 @@ def test_without_scripts_pictures_and_tables_stand(page, tmp_path):
 
     browser = start(tmp_path / "profile", scripts=False)
     try:
-        browser.get(page)
+        browser.get(page)  # without scripts it does not wait for the whole page
+        until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".static svg")) == 11)
         sizes = [svg.size for svg in browser.find_elements(By.CSS_SELECTOR, ".static svg")]
-        assert len(sizes) == 11
         assert all(size["width"] > 200 and size["height"] > 120 for size in sizes)
         assert not browser.find_element(By.ID, "controls").is_displayed()
         assert browser.find_element(By.CSS_SELECTOR, "#summary td").is_displayed()
