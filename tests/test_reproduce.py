@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,13 +14,14 @@ import pytest
 from rtopk.experiments.config import Config
 from rtopk.experiments.records import append, read
 from rtopk.experiments.render import BEGIN, END, insert
-from rtopk.experiments.reproduce import best_rate, results_file, run_table
+from rtopk.experiments.reproduce import results_file, run_table
 from rtopk.experiments.runner import key_of, run_all
 from rtopk.experiments.standings import comparisons, standings
 from rtopk.experiments.studies import STUDIES
 from rtopk.experiments.tables import TABLES, check_scale, table
 from rtopk.experiments.tasks import TASKS
 from rtopk.experiments.train import Run
+from rtopk.experiments.tuning import tuning
 from tiny_data import make_cifar, make_folder, make_ptb, make_text
 
 
@@ -91,8 +93,7 @@ def test_studies_run(name, tmp_path):
         wanted = {option: value for option, value in row.options if option != "rounds"}
         assert {option: runs[0]["config"][option] for option in wanted} == wanted
     for row in chosen.rows:  # at the scale that counts
-        for config in chosen.tuning("small", row):
-            assert config.rounds == chosen.results("small", row, 0.1, 1)[0].rounds
+        assert chosen.tuning("small", row, 0.1).rounds == chosen.results("small", row, 0.1, 1)[0].rounds
 
 
 def test_tables_are_the_papers():
@@ -121,15 +122,37 @@ def test_tables_are_the_papers():
         check_scale("huge")
 
 
-def test_best_rate_goes_by_the_metric():
-    runs = [
-        {"metric": "m", "higher_is_better": False, "final": {"m": score}, "config": {"learning_rate": rate}}
-        for score, rate in ((3.0, 0.1), (2.0, 0.3), (2.0, 0.2))
-    ]
-    assert best_rate(runs) == 0.2
-    for run in runs:
-        run["higher_is_better"] = True
-    assert best_rate(runs) == 0.1
+def tried(row, scores, higher=True):
+    """Return the records of tuning runs of table 2, small scale, whose grid is 0.015, 0.045, 0.135."""
+    runs = {}
+    for rate, score in scores.items():
+        config = TABLES[2].tuning("small", row, rate)
+        runs[config.key] = {**made(config, score), "higher_is_better": higher}
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("scores", "higher", "rate", "following"),
+    [
+        ({0.015: 3.0, 0.045: 2.0, 0.135: 4.0}, False, 0.045, []),
+        ({0.015: 3.0, 0.045: 4.0, 0.135: 4.0}, True, 0.045, []),  # of equals, the smaller
+        ({0.015: math.nan, 0.045: 4.0, 0.135: math.nan}, False, 0.045, []),  # diverged
+        ({0.015: 3.0, 0.045: 4.0, 0.135: 5.0}, True, 0.135, [0.405]),
+        ({0.015: 3.0, 0.045: 4.0, 0.135: 5.0}, False, 0.015, [0.005]),
+        ({0.005: 3.1, 0.015: 3.0, 0.045: 4.0, 0.135: 5.0}, False, 0.015, []),
+        ({0.015: 1.0, 0.045: 2.0, 0.135: 3.0, 0.405: 4.0}, True, 0.405, [1.215]),
+        ({0.015: 1.0, 0.045: 2.0, 0.135: 3.0, 0.405: 4.0, 1.215: 5.0, 3.645: 6.0}, True, 3.645, []),  # enough
+        ({0.015: 1.0, 0.135: 2.0}, True, 0.135, [0.045]),  # first the grid, whole
+    ],
+)
+def test_the_rate_is_the_best_and_the_search_goes_beyond_the_edge(scores, higher, rate, following):
+    row = TABLES[2].rows[1]
+    found = tuning(TABLES[2], "small", row, tried(row, scores, higher))
+    assert found.rate == rate
+    assert [config.learning_rate for config in found.missing] == following
+    assert all(config.part == "validation" for config in found.missing)
+    assert found.whole == (0.045 in scores)
+    assert found.at_edge == (rate in (min(scores), max(scores)))
 
 
 def test_records_of_older_versions_count(tmp_path):
@@ -194,8 +217,8 @@ def test_wrong_use(options, message):
 def written(path, row, scores, scale="small"):
     """Write the tuning and result records of a row of table 2 as runs would have."""
     chosen = TABLES[2]
-    for place, config in enumerate(chosen.tuning(scale, row)):
-        append(path, made(config, 40.0 + (place == 1)))
+    for place, rate in enumerate(chosen.setups[scale].rates):
+        append(path, made(chosen.tuning(scale, row, rate), 40.0 + (place == 1)))
     rate = chosen.setups[scale].rates[1]
     for config, score in zip(chosen.results(scale, row, rate, len(scores)), scores, strict=True):
         append(path, made(config, score))

@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rtopk.cli import app
-from rtopk.experiments.equal_bytes import CLOSE, TUNING_SEED, follow
+from rtopk.experiments.equal_bytes import CLOSE, follow
 from rtopk.experiments.heats import Ledger, play
 from rtopk.experiments.rivals import PANELS, Budget, Entrant
+from rtopk.experiments.tables import TUNING_SEED
 
 PANEL = PANELS["digits"][1]
 SIZE = 26_122

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from rtopk.experiments.config import Config
-from rtopk.experiments.records import Record
+from rtopk.experiments.records import Record, score
 from rtopk.experiments.rivals import Budget, Entrant, Panel
+from rtopk.experiments.tables import TUNING_SEED
 
-TUNING_SEED = 1000  # no seed of a result
 HEADER = 40  # bytes of a payload that hold no entry
 CLOSE = 0.03  # how far from the yardstick's bytes a fitted density may be, as a part of them
 FITS = 4  # runs that a fit may take
@@ -103,9 +103,8 @@ def follow(
 
 def better(record: Record) -> tuple[float, float]:
     """Order records from worse to better: by the metric, then by the loss."""
-    final = record["final"]
-    score = final[record["metric"]] * (1.0 if record["higher_is_better"] else -1.0)
-    return tuple(-math.inf if math.isnan(x) else x for x in (score, -final["loss"]))  # type: ignore[return-value]
+    loss = record["final"]["loss"]
+    return score(record), -math.inf if math.isnan(loss) else -loss
 
 
 def _measure(panel: Panel, budget: Budget) -> Generator[Config, Record, float]:

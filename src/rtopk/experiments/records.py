@@ -6,6 +6,7 @@ that a table or a picture can be made from the file alone and every row can be r
 
 import hashlib
 import json
+import math
 import os
 import platform
 import sys
@@ -59,6 +60,14 @@ def read(path: Path) -> list[Record]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} line {number} is not a record: {error}") from error
     return records
+
+
+def score(record: Record) -> float:
+    """Return a run's final score, larger for better ones; a run that diverged scores least."""
+    value = float(record["final"][record["metric"]])
+    if math.isnan(value):
+        return -math.inf
+    return value if record["higher_is_better"] else -value
 
 
 def write_atomically(path: Path, data: bytes) -> None:

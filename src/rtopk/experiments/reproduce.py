@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rtopk.experiments.config import Config
-from rtopk.experiments.processes import leads
+from rtopk.experiments.processes import barrier, leads
 from rtopk.experiments.records import Record, append, read
-from rtopk.experiments.runner import Progress, run_all
+from rtopk.experiments.runner import Progress, key_of, run_all
 from rtopk.experiments.tables import Row, Scale, Table
+from rtopk.experiments.tuning import Tuning, tuning
 
 Stage = Callable[[str, Sequence[Config], Sequence[str]], Progress]  # what, runs, their names -> progress
 
@@ -34,19 +35,9 @@ def run_table(
 ) -> dict[Row, list[Record]]:
     """Run what is missing of some rows of a table; return the result records of each."""
     file = results_file(results, table, scale)
-    grids = {row: table.tuning(scale, row) for row in rows}
-    configs = [config for grid in grids.values() for config in grid]
-    notes = {config.key: _told(table, scale, row) for row, grid in grids.items() for config in grid}
-    progress = stage("tuning", configs, [row.label for row, grid in grids.items() for _ in grid])
-    tuned = run_all(configs, file, work, jobs, progress, notes=notes)
-    done = {config.key: record for config, record in zip(configs, tuned, strict=True)}
-    rates = {}
-    for row, grid in grids.items():
-        runs = [done[config.key] for config in grid]
-        rates[row] = best_rate(runs)
-        _note(file, table, scale, row, runs, rates[row])
+    tuned = _tune(table, rows, scale, jobs, file, work, stage)
     # One seed of every row before the next seed, so that a table that is stopped is whole, with fewer seeds.
-    finals = {row: table.results(scale, row, rates[row], seeds) for row in rows}
+    finals = {row: table.results(scale, row, tuned[row].rate, seeds) for row in rows}
     pairs = [(row, finals[row][seed]) for seed in range(seeds) for row in rows]
     configs = [config for _, config in pairs]
     progress = stage("results", configs, [row.label for row, _ in pairs])
@@ -58,22 +49,38 @@ def run_table(
     }
 
 
+def _tune(
+    table: Table, rows: Sequence[Row], scale: Scale, jobs: int, file: Path, work: Path, stage: Stage
+) -> dict[Row, Tuning]:
+    """Find the learning rate of each row: the grid, then what lies beyond its edges where that is better."""
+    records = {key_of(record): record for record in read(file)}
+    what = "tuning"
+    while True:
+        tuned = {row: tuning(table, scale, row, records) for row in rows}
+        pairs = [(row, config) for row in rows for config in tuned[row].missing]
+        if not pairs:
+            break
+        configs = [config for _, config in pairs]
+        notes = {config.key: _told(table, scale, row) for row, config in pairs}
+        progress = stage(what, configs, [row.label for row, _ in pairs])
+        done = run_all(configs, file, work, jobs, progress, notes=notes)
+        records |= {config.key: record for config, record in zip(configs, done, strict=True)}
+        what = "tuning beyond the grid"
+    for row in rows:
+        _note(file, table, scale, row, tuned[row])
+    barrier()  # nobody reads the results while a line is written
+    return tuned
+
+
 def _told(table: Table, scale: Scale, row: Row) -> Record:
     """Return where a run belongs, and what the paper says of its row."""
     told = {"table": table.name, "title": table.title, "scale": scale, "row": row.label, "value": row.paper}
     return {"paper": told}
 
 
-def best_rate(runs: Sequence[Record]) -> float:
-    """Return the learning rate of the best of the runs; of equals, the smaller."""
-    sign = 1.0 if runs[0]["higher_is_better"] else -1.0
-    metric = runs[0]["metric"]
-    best = max(runs, key=lambda run: (sign * run["final"][metric], -run["config"]["learning_rate"]))
-    return float(best["config"]["learning_rate"])
-
-
-def _note(file: Path, table: Table, scale: Scale, row: Row, runs: Sequence[Record], chosen: float) -> None:
-    """Write a row's grid, scores and choice into the records, once."""
+def _note(file: Path, table: Table, scale: Scale, row: Row, tuned: Tuning) -> None:
+    """Write a row's grid, scores and choice into the records, once; of several, the last counts."""
+    runs = tuned.tried
     name = f"choice {table.name} {scale} {row.label} {[run['key'] for run in runs]}"
     key = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
     if not leads() or any(record["key"] == key for record in read(file)):
@@ -90,6 +97,6 @@ def _note(file: Path, table: Table, scale: Scale, row: Row, runs: Sequence[Recor
             "metric": metric,
             "grid": [run["config"]["learning_rate"] for run in runs],
             "scores": [run["final"][metric] for run in runs],
-            "chosen": chosen,
+            "chosen": tuned.rate,
         },
     )

@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import mean, variance
 
 from rtopk.experiments.records import Record, read
-from rtopk.experiments.reproduce import best_rate, results_file
+from rtopk.experiments.reproduce import results_file
 from rtopk.experiments.runner import key_of
 from rtopk.experiments.tables import Row, Scale, Table
+from rtopk.experiments.tuning import tuning
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Standing:
 
     row: Row
     rate: float  # chosen on validation data
-    at_edge: bool  # the best rate is the first or last of the grid: a wider grid might do better
+    at_edge: bool  # the best rate is the first or last of those tried: one further out might do better
     records: tuple[Record, ...]  # by seed
     metric: str
     higher_is_better: bool
@@ -72,18 +73,17 @@ def standings(table: Table, scale: Scale, results: Path, seeds: int = 1000) -> l
     records = {key_of(r): r for r in read(results_file(results, table, scale)) if r["kind"] == "train"}
     found = []
     for row in table.rows:
-        tuned = [records.get(config.key) for config in table.tuning(scale, row)]
-        complete = [record for record in tuned if record is not None]
-        if len(complete) < len(tuned):
+        tuned = tuning(table, scale, row, records)
+        if not tuned.whole:
             continue
-        rate = best_rate(complete)
-        runs = _leading(records, [c.key for c in table.results(scale, row, rate, min(seeds, 50))])
+        runs = _leading(records, [c.key for c in table.results(scale, row, tuned.rate, min(seeds, 50))])
         if runs:
-            rates = table.setups[scale].rates
+            some = runs[0]
             found.append(
-                Standing(row, rate, rate in (rates[0], rates[-1]), tuple(runs), runs[0]["metric"],
-                         runs[0]["higher_is_better"])
-            )  # fmt: skip
+                Standing(
+                    row, tuned.rate, tuned.at_edge, tuple(runs), some["metric"], some["higher_is_better"]
+                )
+            )
     return found
 
 

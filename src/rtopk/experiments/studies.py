@@ -21,7 +21,7 @@ def _study(name: str, title: str, config: Config, rates: tuple[float, ...], rows
         config, rounds=4, batch=4, evaluate_every=2, local_steps=2 * (config.setting == "federated")
     )
     setups: dict[Scale, Setup] = {
-        "smoke": Setup(smoke, rates[:2], 2),
+        "smoke": Setup(smoke, rates[:2], 2, beyond=0),
         "small": Setup(config, rates, config.rounds),
     }
     return Table(name, title, None, tuple(rows), setups)
