@@ -10,9 +10,10 @@ import rtopk
 SOURCE = Path(rtopk.__file__).parent
 # Imports go only down this list: a module may import those before it.
 ORDER = [
-    "sparse", "layout", "seed", "schedule", "simd", "loops", "draws", "cut", "threads", "twin", "kernels", "select",
-    "rivals", "memory", "wire", "codec", "union", "aggregate", "transport", "sparsifier", "powersgd", "outer",
-    "ddp", "adapters", "flower", "local", "lab", "experiments", "bench", "report", "advise", "cli", "__main__",
+    "sparse", "layout", "seed", "schedule", "simd", "loops", "draws", "cut", "threads", "twin", "floors",
+    "candidates", "kernels", "select", "rivals", "headroom", "memory", "wire", "codec", "union",
+    "aggregate", "transport", "sparsifier", "powersgd", "outer", "ddp", "adapters", "flower", "local",
+    "lab", "experiments", "bench", "report", "advise", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from rtopk import (
 )
 from rtopk.bench.compress_methods import Fused
 from rtopk.bench.gradients import Gradients, synthetic
-from rtopk.kernels import Search
+from rtopk.candidates import DOUBT, Scratch, Search
 from rtopk.seed import generator
 from rtopk.select import Tracker, draw
 from rtopk.sparse import SparseVector
@@ -192,9 +192,9 @@ def test_a_sample_corrects_a_bad_guess(guess):
 
 
 def test_a_good_guess_is_kept_and_soon_not_looked_at():
-    vector, scratch = heavy(LARGE_D, 21), kernels.Scratch()
+    vector, scratch = heavy(LARGE_D, 21), Scratch()
     good = Search(0.98 * nth_magnitude(vector, LARGE_R), LARGE_R)
-    for left in (*range(kernels.DOUBT - 1, -1, -1), 0, 0):
+    for left in (*range(DOUBT - 1, -1, -1), 0, 0):
         assert kernels.scan(vector, good, scratch).floor == good.floor
         assert scratch.doubt == left
     bad = good._replace(floor=1.5 * good.floor)
@@ -202,7 +202,7 @@ def test_a_good_guess_is_kept_and_soon_not_looked_at():
     assert len(kernels.scan(vector, bad, scratch)) >= LARGE_R
     scratch.doubt = 0
     kernels.scan(vector, good._replace(floor=0.0), scratch)
-    assert scratch.doubt == kernels.DOUBT
+    assert scratch.doubt == DOUBT
 
 
 def test_the_sample_is_of_the_sums_that_the_pass_writes():

@@ -22,78 +22,19 @@ Each thread does this for its own range; ranges follow one another, so candidate
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk import twin
+from rtopk import floors, twin
+from rtopk.candidates import DOUBT, Candidates, Picked, Scratch, Search
 from rtopk.threads import Cuts, ranges, together
 
-SAMPLE = 4096
-SOUND = 8 * SAMPLE  # from this r on, a sample costs less than the candidates of a bad guess
-DOUBT = 8  # passes for which a guess is compared with a sample, after a bad one
-_NOWHERE = np.empty(0, np.int32)
+SOUND = 8 * floors.SAMPLE  # from this r on, a sample costs less than the candidates of a bad guess
 SCATTER = 1 << 14  # entries that are worth a thread where each is a miss of the cache
-
-
-class Search(NamedTuple):
-    """What to look for on the way: the entries at or above a floor."""
-
-    floor: float
-    wanted: int | None = None  # this many of the largest are enough; None: all
-    size: int | None = None  # only the first `size` entries compete; None: all
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
-    """Entries at or above a floor, in parts that follow one another, positions ascending."""
-
-    parts: tuple[tuple[Tensor, Tensor], ...]  # positions (int32 or int64), values
-    floor: float
-
-    def __len__(self) -> int:
-        return sum(positions.numel() for positions, _ in self.parts)
-
-    @property
-    def positions(self) -> Tensor:
-        """The positions, int64."""
-        return torch.cat([positions.to(torch.int64) for positions, _ in self.parts])
-
-
-class Scratch:
-    """The arrays that candidates are written to, kept from step to step: fresh memory is slow to touch.
-
-    Whoever passes the same one again overwrites the candidates of the last time.
-    """
-
-    def __init__(self) -> None:
-        self.doubt = DOUBT  # for so many passes more, the floor is compared with a sample
-        self.shares: list[float] = []  # of the last candidates, the share of each part
-        self._arrays: dict[int, tuple[Any, Any]] = {}
-
-    def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
-        """Return arrays with about that much room: those kept, unless they are far too small or too large."""
-        positions, values = self._arrays.pop(part, (_NOWHERE, _NOWHERE))
-        if positions.dtype == place and room - room // 8 <= positions.size <= room + room // 4 + 256:
-            return positions, values
-        del positions, values  # before the new ones are made
-        return np.empty(room, place), np.empty(room, np.float32)
-
-    def put(self, part: int, positions: Any, values: Any) -> None:
-        """Keep the arrays."""
-        self._arrays[part] = positions, values
-
-
-class Picked(NamedTuple):
-    """Entries picked from the r largest, and the r-th magnitude."""
-
-    positions: Tensor  # int64, ascending
-    values: Tensor
-    magnitude: float
 
 
 def compilable(*vectors: Tensor) -> bool:
@@ -192,11 +133,11 @@ def largest(vector: Tensor, r: int) -> Tensor:
 
 def sampled_floor(vector: Tensor, r: int) -> float:
     """Guess a magnitude that a little more than r entries reach."""
-    every = slice(None, None, _stride(vector.numel()))
+    every = slice(None, None, floors.stride(vector.numel()))
     if compilable(vector):
-        return _quantiles(_array(vector)[every], r, vector.numel())[0]
+        return floors.quantiles(_array(vector)[every], r, vector.numel())[0]
     sample = vector.detach()[every].to("cpu", torch.float64)
-    return _quantiles(sample.numpy(), r, vector.numel())[0]
+    return floors.quantiles(sample.numpy(), r, vector.numel())[0]
 
 
 def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:
@@ -254,30 +195,6 @@ def _key(magnitude: float) -> np.int32:
     return np.float32(magnitude).view(np.int32)
 
 
-def _stride(d: int) -> int:
-    """Return a step that takes a sample and follows no period of the data: shapes are products of 2, 3 and 5."""
-    step = max(1, d // SAMPLE)
-    while math.gcd(step, 30) > 1:
-        step += 1
-    return step
-
-
-def _quantiles(sample: Any, r: int, d: int) -> tuple[float, float]:
-    """Return a magnitude that r of the d entries and a few more reach, almost surely, and one that about r do."""
-    n = sample.size
-    expected = r * n / d
-    lower = math.ceil(expected + 3.0 * math.sqrt(expected) + 4.0) if n < d else r
-    if lower >= n:
-        return 0.0, math.inf
-    upper = max(1, round(expected))
-    magnitudes = np.abs(sample)
-    magnitudes.partition(n - lower)
-    low = float(magnitudes[n - lower])
-    rest = magnitudes[n - lower :]
-    rest.partition(lower - upper)
-    return low, float(rest[lower - upper])
-
-
 def _sums(arrays: list[Any], momentum: float, scale: float, at: slice) -> Any:
     """Return some of the sums that the pass will write."""
     residual, gradient, *velocity = (array[at] for array in arrays)
@@ -291,7 +208,7 @@ def _corrected(search: Search, d: int, sums: Callable[[slice], Any], scratch: Sc
     if search.wanted is None or search.wanted < SOUND or not scratch.doubt:
         return search
     size = d if search.size is None else search.size
-    low, middle = _quantiles(sums(slice(0, size, _stride(size))), search.wanted, size)
+    low, middle = floors.quantiles(sums(slice(0, size, floors.stride(size))), search.wanted, size)
     if search.floor < low or search.floor > middle:
         scratch.doubt = DOUBT
         return search._replace(floor=low)

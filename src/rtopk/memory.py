@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from rtopk import kernels
-from rtopk.kernels import Candidates, Search, require_finite
+from rtopk.candidates import Candidates, Scratch, Search
+from rtopk.headroom import Headroom
+from rtopk.kernels import require_finite
 from rtopk.sparse import SparseVector
 
 Accumulated = Tensor | tuple[Tensor, Candidates]
@@ -90,8 +92,8 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None  # (d,), at least fp32; made by the first gradient
-        self._headroom = _Headroom()
-        self._scratch = kernels.Scratch()
+        self._headroom = Headroom()
+        self._scratch = Scratch()
 
     @overload
     def add(self, gradient: Tensor) -> Tensor: ...
@@ -174,8 +176,8 @@ class MomentumCorrection:
         self.masking = masking
         self.velocity: Tensor | None = None  # (d,), DGC's u
         self.residual: Tensor | None = None  # (d,), DGC's v
-        self._headroom = _Headroom()
-        self._scratch = kernels.Scratch()
+        self._headroom = Headroom()
+        self._scratch = Scratch()
 
     @overload
     def add(self, gradient: Tensor) -> Tensor: ...
@@ -234,50 +236,6 @@ class MomentumCorrection:
         self.residual, self.velocity = loaded.get("residual"), loaded.get("velocity")
 
 
-class _Headroom:
-    """Prove that sums stay finite, mostly without looking at them.
-
-    If every entry of a gradient is below 2 ** 100, residual below 2 ** 120 and velocity below 2 ** 100, then
-    no sum of the next `STEPS` steps reaches 2 ** 127, where fp32 ends (with momentum below 1, the velocity
-    grows by a gradient a step and the residual by a velocity). Whatever else writes to them raises torch's
-    version counter, and they are looked at again.
-    """
-
-    STEPS = 1024
-
-    def __init__(self) -> None:
-        self._left = 0
-        self._seen: tuple[tuple[int, int], ...] | None = None
-
-    def suffices(self, gradient: Tensor, residual: Tensor, velocity: Tensor | None = None) -> bool:
-        """Say whether the next sums are finite for sure; raise ValueError if the gradient is not."""
-        if kernels.reaches(gradient, 2.0**100):
-            require_finite(gradient, "gradient")
-            self.forget()
-            return False
-        if self._left <= 0 or self._seen is None or self._seen != _versions(residual, velocity):
-            low = not kernels.reaches(residual, 2.0**120)
-            low = low and (velocity is None or not kernels.reaches(velocity, 2.0**100))
-            self._left = self.STEPS if low else 0
-        return self._left > 0
-
-    def spend(self, residual: Tensor, velocity: Tensor | None = None) -> None:
-        """Note that we have changed them ourselves, by less than a gradient."""
-        self._left -= 1
-        self._seen = _versions(residual, velocity)
-
-    def forget(self) -> None:
-        """Look at them again before the next step."""
-        self._left = 0
-
-
-def _versions(*tensors: Tensor | None) -> tuple[tuple[int, int], ...] | None:
-    present = [t for t in tensors if t is not None]
-    if any(t.is_inference() for t in present):  # these do not count their changes
-        return None
-    return tuple((t.data_ptr(), t._version) for t in present)
-
-
 def _search(floor: float | None, wanted: int | None, size: int | None) -> Search | None:
     if floor is None:
         return None
@@ -302,7 +260,7 @@ def _accept(gradient: Tensor, memory: Tensor | None) -> Tensor:
     return memory
 
 
-def _take_out(residual: Tensor | None, sent: SparseVector, headroom: _Headroom) -> Tensor:
+def _take_out(residual: Tensor | None, sent: SparseVector, headroom: Headroom) -> Tensor:
     if residual is None or sent.size != residual.numel():
         held = "nothing yet" if residual is None else f"{residual.numel()} entries"
         raise ValueError(f"cannot subtract a vector of size {sent.size}: the residual holds {held}")

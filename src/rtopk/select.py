@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rtopk import kernels
-from rtopk.kernels import Candidates, Search
+from rtopk.candidates import Candidates, Picked, Search
 from rtopk.sparse import SparseVector
 
 FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r / k
@@ -72,13 +72,11 @@ def _seed(rng: torch.Generator) -> int:
     return int(torch.randint(2**63 - 1, (), generator=rng, device=rng.device))
 
 
-def _choose(
-    vector: Tensor, k: int, r: int, rng: torch.Generator, candidates: Candidates | None
-) -> kernels.Picked:
+def _choose(vector: Tensor, k: int, r: int, rng: torch.Generator, candidates: Candidates | None) -> Picked:
     """Draw k of the r largest; candidates that hold fewer than r are not used."""
     if r == vector.numel():
         positions = draw(r, k, rng).to(vector.device)
-        return kernels.Picked(positions, vector[positions], 0.0)
+        return Picked(positions, vector[positions], 0.0)
     from rtopk import draws
 
     if candidates is None or len(candidates) < r:

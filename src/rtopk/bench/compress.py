@@ -21,8 +21,9 @@ from torch.nn import functional as F
 
 from rtopk.bench.compress_methods import FACTOR, METHODS, Floor, Fused
 from rtopk.bench.gradients import Gradients, real, synthetic
+from rtopk.candidates import Search
 from rtopk.experiments.models import mlp
-from rtopk.kernels import Search, reaches
+from rtopk.kernels import reaches
 from rtopk.seed import derive, generator
 
 SIZES = (1_000_000, 11_200_000, 66_000_000)
