@@ -93,7 +93,8 @@ def test_studies_run(name, tmp_path):
         wanted = {option: value for option, value in row.options if option != "rounds"}
         assert {option: runs[0]["config"][option] for option in wanted} == wanted
     for row in chosen.rows:  # at the scale that counts
-        assert chosen.tuning("small", row, 0.1).rounds == chosen.results("small", row, 0.1, 1)[0].rounds
+        for config in chosen.tuning("small", row, 0.1):
+            assert config.rounds == chosen.results("small", row, 0.1, 1)[0].rounds
 
 
 def test_tables_are_the_papers():
@@ -126,7 +127,7 @@ def tried(row, scores, higher=True):
     """Return the records of tuning runs of table 2, small scale, whose grid is 0.015, 0.045, 0.135."""
     runs = {}
     for rate, score in scores.items():
-        config = TABLES[2].tuning("small", row, rate)
+        (config,) = TABLES[2].tuning("small", row, rate)
         runs[config.key] = {**made(config, score), "higher_is_better": higher}
     return runs
 
@@ -153,6 +154,21 @@ def test_the_rate_is_the_best_and_the_search_goes_beyond_the_edge(scores, higher
     assert all(config.part == "validation" for config in found.missing)
     assert found.whole == (0.045 in scores)
     assert found.at_edge == (rate in (min(scores), max(scores)))
+
+
+def test_where_a_rate_has_several_seeds_their_mean_counts():
+    chosen = STUDIES["nodes"]
+    row, records, wanted = chosen.rows[0], {}, []
+    for rate, scores in ((0.05, (90.0, 90.0, 90.0)), (0.1, (92.0, 91.0, 93.0)), (0.2, (95.0, 96.0, 20.0))):
+        configs = chosen.tuning("small", row, rate)
+        assert [config.seed for config in configs] == [1000, 1001, 1002]
+        wanted.append(configs)
+        records |= {c.key: made(c, score) for c, score in zip(configs, scores, strict=True)}
+    found = tuning(chosen, "small", row, records)
+    assert (found.rate, found.missing) == (0.1, ())
+    del records[wanted[2][1].key]
+    found = tuning(chosen, "small", row, records)
+    assert (found.missing, found.whole) == ((wanted[2][1],), False)
 
 
 def test_records_of_older_versions_count(tmp_path):
@@ -218,7 +234,8 @@ def written(path, row, scores, scale="small"):
     """Write the tuning and result records of a row of table 2 as runs would have."""
     chosen = TABLES[2]
     for place, rate in enumerate(chosen.setups[scale].rates):
-        append(path, made(chosen.tuning(scale, row, rate), 40.0 + (place == 1)))
+        for config in chosen.tuning(scale, row, rate):
+            append(path, made(config, 40.0 + (place == 1)))
     rate = chosen.setups[scale].rates[1]
     for config, score in zip(chosen.results(scale, row, rate, len(scores)), scores, strict=True):
         append(path, made(config, score))

@@ -7,6 +7,7 @@ line a row, and the results. What is there already is not run again.
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 
 from rtopk.experiments.config import Config
 from rtopk.experiments.processes import barrier, leads
@@ -80,7 +81,7 @@ def _told(table: Table, scale: Scale, row: Row) -> Record:
 
 def _note(file: Path, table: Table, scale: Scale, row: Row, tuned: Tuning) -> None:
     """Write a row's grid, scores and choice into the records, once; of several, the last counts."""
-    runs = tuned.tried
+    runs = [run for group in tuned.tried.values() for run in group]
     name = f"choice {table.name} {scale} {row.label} {[run['key'] for run in runs]}"
     key = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
     if not leads() or any(record["key"] == key for record in read(file)):
@@ -95,8 +96,8 @@ def _note(file: Path, table: Table, scale: Scale, row: Row, tuned: Tuning) -> No
             "scale": scale,
             "row": row.label,
             "metric": metric,
-            "grid": [run["config"]["learning_rate"] for run in runs],
-            "scores": [run["final"][metric] for run in runs],
+            "grid": list(tuned.tried),
+            "scores": [mean(run["final"][metric] for run in group) for group in tuned.tried.values()],
             "chosen": tuned.rate,
         },
     )

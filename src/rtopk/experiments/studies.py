@@ -13,16 +13,19 @@ from rtopk.experiments.tables import Row, Scale, Setup, Table
 
 _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)
 _EPOCHS = Config(setting="federated", batch=32, rounds=60, memory="none", evaluate_every=5)
-_RATES, _EPOCH_RATES = (0.005, 0.02, 0.08), (0.01, 0.03, 0.1)
+_RATES, _EPOCH_RATES = (0.005, 0.02, 0.08), (0.05, 0.1, 0.2)
 
 
 def _study(name: str, title: str, config: Config, rates: tuple[float, ...], rows: Sequence[Row]) -> Table:
     smoke = dataclasses.replace(
         config, rounds=4, batch=4, evaluate_every=2, local_steps=2 * (config.setting == "federated")
     )
+    seeds = (
+        3 if config.setting == "federated" else 1
+    )  # by class, a rate that fails with one seed wins with another
     setups: dict[Scale, Setup] = {
         "smoke": Setup(smoke, rates[:2], 2, beyond=0),
-        "small": Setup(config, rates, config.rounds),
+        "small": Setup(config, rates, config.rounds, tuning_seeds=seeds),
     }
     return Table(name, title, None, tuple(rows), setups)
 

@@ -15,7 +15,7 @@ from rtopk.aggregate import Mean
 from rtopk.experiments.config import Config
 
 Scale = Literal["smoke", "small", "paper"]
-TUNING_SEED = 1000  # no seed of a result
+TUNING_SEED = 1000  # the first; results count from 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Setup:
     rates: tuple[float, ...]  # a grid that every row tries whole
     tuning_rounds: int
     beyond: int = 3  # how many rates further a row goes whose best one is at the edge
+    tuning_seeds: int = 1  # runs of each rate
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,19 @@ class Table:
     rows: tuple[Row, ...]
     setups: dict[Scale, Setup]
 
-    def tuning(self, scale: Scale, row: Row, rate: float) -> Config:
-        """Return the run that scores a learning rate of a row: shorter, on validation data."""
+    def tuning(self, scale: Scale, row: Row, rate: float) -> list[Config]:
+        """Return the runs that score a learning rate of a row: shorter, on validation data."""
         setup = self.setups[scale]
         full = _of(scale, setup.config, row, rate)
         rounds = full.rounds * setup.tuning_rounds // setup.config.rounds
-        return dataclasses.replace(
+        short = dataclasses.replace(
             full,
             rounds=rounds,
             evaluate_every=rounds,
             warm_up=full.warm_up * rounds // full.rounds,
             part="validation",
-            seed=TUNING_SEED,
         )
+        return [dataclasses.replace(short, seed=TUNING_SEED + more) for more in range(setup.tuning_seeds)]
 
     def results(self, scale: Scale, row: Row, rate: float, seeds: int) -> list[Config]:
         """Return the runs that make a row's figure, on test data."""
