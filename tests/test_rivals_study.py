@@ -49,7 +49,7 @@ def test_an_entrant_is_fitted_tuned_and_run(method, best):
     assert standing.bytes == pytest.approx(3488.0, rel=CLOSE)
     assert standing.rate == PANEL.rates[best]
     # Both neighbours of the best were tried, unless it is at the end of the grid.
-    tried = {run["config"]["learning_rate"] for run in standing.tried}
+    tried = {run["config"]["learning_rate"] for (run,) in standing.tried}
     assert {PANEL.rates[i] for i in (best - 1, best, best + 1) if 0 <= i < len(PANEL.rates)} <= tried
     assert [record["config"]["seed"] for record in standing.records] == [0, 1, 2]
     for config in world.asked:
@@ -57,6 +57,26 @@ def test_an_entrant_is_fitted_tuned_and_run(method, best):
         assert config.split == PANEL.config.split
     # Nothing is decided by the test set: it is asked for last.
     assert [config.part for config in world.asked[-3:]] == ["test"] * 3
+
+
+@pytest.mark.parametrize("method", ["rtop-k", "threshold"])
+def test_a_rate_that_wins_with_one_seed_only_is_not_chosen(method):
+    panel = dataclasses.replace(PANEL, tuning_seeds=3)
+    world = World(panel.rates[2])
+    honest = world.record
+
+    def lucky_once(config):
+        record = honest(config)
+        if config.part == "validation" and config.learning_rate == panel.rates[4]:
+            record["final"]["accuracy"] = 99.0 if config.seed == TUNING_SEED else 10.0
+        return record
+
+    world.record = lucky_once
+    (standing,) = play([follow(panel, Budget(matrix_rank=1), Entrant(method, r_over_k=2.0), 2)], world)
+    assert standing.rate == panel.rates[2]
+    assert all([run["config"]["seed"] for run in runs] == [1000, 1001, 1002] for runs in standing.tried)
+    assert all(len({run["config"]["threshold"] for run in runs}) == 1 for runs in standing.tried)
+    assert {record["config"]["r_over_k"] for record in standing.records} == {2.0}
 
 
 def test_every_panel_names_methods_that_there_are():

@@ -2,7 +2,8 @@
 
 1. Bytes: the density is fitted in short runs on validation data, to the yardstick's bytes per round. What a
    threshold sends depends on the whole run and on the learning rate, so it is fitted by whole runs at each rate.
-2. Rate: from the middle of the grid to the best neighbour, until no neighbour is better; on validation data.
+2. Rate: from the middle of the grid to the best neighbour, until no neighbour is better; on validation data,
+   by the mean over the panel's seeds for that.
 3. Result: with the bytes and the rate found, on test data, one run a seed.
 
 An entrant is a generator that yields configurations and is sent their records; `heats.py` runs them.
@@ -10,7 +11,7 @@ An entrant is a generator that yields configurations and is sent their records; 
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
@@ -33,7 +34,7 @@ class Standing:
     budget: Budget | None  # None: dense
     entrant: Entrant
     target: float  # bytes per node and round
-    tried: tuple[Record, ...]  # the best run of each rate that was tried
+    tried: tuple[tuple[Record, ...], ...]  # the runs of each rate that was tried
     records: tuple[Record, ...]  # one a seed
 
     @property
@@ -68,6 +69,7 @@ def follow(
     """Yield every run of an entrant, one after the other; return where it stands."""
     base = dataclasses.replace(
         panel.config, method=entrant.method, mean=entrant.mean, values=entrant.values,
+        r_over_k=entrant.r_over_k,
         threshold=panel.threshold if entrant.method == "threshold" else 0.0,
         matrix_rank=budget.matrix_rank if budget and entrant.method == "powersgd" else 0,
         part="validation", seed=TUNING_SEED, evaluate_every=panel.config.rounds,
@@ -77,7 +79,7 @@ def follow(
         target = yield from _measure(panel, budget)
         if entrant.method not in ("powersgd", "threshold"):
             base = yield from _fit_density(panel, base, target)
-    tried: dict[int, Record] = {}
+    tried: dict[int, list[Record]] = {}
     start = len(panel.rates) // 2
     waiting = [start, start - 1, start + 1]
     while waiting:
@@ -86,25 +88,31 @@ def follow(
             continue
         trial = dataclasses.replace(base, learning_rate=panel.rates[at])
         if entrant.method == "threshold":
-            tried[at] = yield from _fit_threshold(trial, target)
-            base = dataclasses.replace(base, threshold=tried[at]["config"]["threshold"])
+            first = yield from _fit_threshold(trial, target)
+            base = dataclasses.replace(base, threshold=first["config"]["threshold"])
         else:
-            tried[at] = yield trial
+            first = yield trial
+        tried[at] = [first]
+        while len(tried[at]) < panel.tuning_seeds:
+            again = Config(**{**first["config"], "seed": TUNING_SEED + len(tried[at])})
+            tried[at].append((yield again))
         if not waiting:
-            best = max(tried, key=lambda at: better(tried[at]))
+            best = max(tried, key=lambda at: _merit(tried[at]))
             waiting = [at for at in (best - 1, best + 1) if at not in tried and 0 <= at < len(panel.rates)]
-    chosen = max(tried.values(), key=better)
+    chosen = max(tried.values(), key=_merit)[0]
     final = Config(**{**chosen["config"], "part": "test", "evaluate_every": panel.config.evaluate_every})
     records: list[Record] = []
     while len(records) < seeds:
         records.append((yield dataclasses.replace(final, seed=len(records))))
-    return Standing(panel, budget, entrant, target, tuple(tried[at] for at in sorted(tried)), tuple(records))
+    return Standing(
+        panel, budget, entrant, target, tuple(tuple(tried[at]) for at in sorted(tried)), tuple(records)
+    )
 
 
-def better(record: Record) -> tuple[float, float]:
-    """Order records from worse to better: by the metric, then by the loss."""
-    loss = record["final"]["loss"]
-    return score(record), -math.inf if math.isnan(loss) else -loss
+def _merit(runs: Sequence[Record]) -> tuple[float, float]:
+    """Order the rates from worse to better: by the metric, then by the loss, means over seeds."""
+    losses = [run["final"]["loss"] for run in runs]
+    return mean(map(score, runs)), -math.inf if any(map(math.isnan, losses)) else -mean(losses)
 
 
 def _measure(panel: Panel, budget: Budget) -> Generator[Config, Record, float]:

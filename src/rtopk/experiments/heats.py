@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
+from statistics import mean
 
 from rtopk.experiments.config import Config
 from rtopk.experiments.equal_bytes import Standing
@@ -86,7 +87,8 @@ def play(steps: Iterable[Generator[Config, Record, Standing]], run: Runner) -> l
 
 def note(file: Path, standing: Standing) -> None:
     """Write an entrant's grid, scores and choice into the records, once."""
-    runs, metric = standing.tried, standing.records[0]["metric"]
+    metric = standing.records[0]["metric"]
+    runs = [run for group in standing.tried for run in group]
     row = standing.entrant.label
     budget = standing.budget.label if standing.budget else "dense"
     name = f"choice {standing.panel.name} {budget} {row} {[run['key'] for run in runs]}"
@@ -102,8 +104,8 @@ def note(file: Path, standing: Standing) -> None:
             "budget": budget,
             "row": row,
             "metric": metric,
-            "grid": [run["config"]["learning_rate"] for run in runs],
-            "scores": [run["final"][metric] for run in runs],
+            "grid": [group[0]["config"]["learning_rate"] for group in standing.tried],
+            "scores": [mean(run["final"][metric] for run in group) for group in standing.tried],
             "chosen": standing.rate,
         },
     )

@@ -6,11 +6,13 @@ from statistics import mean
 from typing import Any
 
 from rtopk.experiments.equal_bytes import Standing
+from rtopk.experiments.rivals import Entrant
 
 # Okabe and Ito's colours; a marker each for print.
 STYLE = {
     "top-k": ("#0072B2", "^"),
     "rtop-k": ("#D55E00", "o"),
+    "rtop-k, r = 2 k": ("#7F3800", "X"),
     "dealt-k": ("#009E73", "D"),
     "rage-k": ("#CC79A7", "v"),
     "threshold": ("#E69F00", "s"),
@@ -42,7 +44,7 @@ def score_against_budget(standings: Sequence[Standing], path: Path) -> None:
         shown = [standing for standing in here if standing.budget is not None]
         for entrant in dict.fromkeys(standing.entrant for standing in shown):
             line = sorted((s for s in shown if s.entrant == entrant), key=lambda s: s.bytes)
-            colour, marker = STYLE[entrant.method]
+            colour, marker = STYLE[Entrant(entrant.method, r_over_k=entrant.r_over_k).label]
             axis.plot(
                 [s.bytes for s in line], [mean(s.scores) for s in line], color=colour, marker=marker, markersize=5,
                 linestyle=LINES[entrant.mean, entrant.values], linewidth=1.1, alpha=0.85, label=entrant.label,
