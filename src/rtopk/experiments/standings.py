@@ -107,13 +107,11 @@ def compare(first: Standing, second: Standing) -> Comparison:
 
 
 def best(rows: Sequence[Standing], method: str, density: float) -> Standing | None:
-    """Return a method's better mean at a density; rows with an r of our own are no row of the paper."""
+    """Return a method's better mean at a density; rows with options of our own are not the paper's comparison."""
     fitting = [
         s
         for s in rows
-        if s.row.method == method
-        and (method == "dense" or s.row.density == density)
-        and "r_over_k" not in dict(s.row.options)
+        if s.row.method == method and (method == "dense" or s.row.density == density) and not s.row.options
     ]
     return max(fitting, key=lambda s: s.mean if s.higher_is_better else -s.mean, default=None)
 
