@@ -18,22 +18,28 @@ def draw_figure(table: Table, scale: Scale, results: Path, path: Path) -> bool:
     rows = standings(table, scale, results)
     if not rows:
         return False
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4))
-    for standing in rows:
-        colour, _ = STYLE[standing.row.method]
-        style = "-" if standing.row.density >= 0.01 else "--"
-        if standing.row.mean == "received":
-            style = "-." if standing.row.density >= 0.01 else ":"
-        for axis, name in zip(axes, ("train_loss", standing.metric), strict=True):
-            rounds, values = _mean_curve(standing, name)
-            axis.plot(rounds, values, color=colour, linestyle=style, label=standing.row.label, linewidth=1.4)
-    axes[0].set(title="training loss", xlabel="round")
-    axes[1].set(title=f"{rows[0].metric} on test data", xlabel="round")
-    if not rows[0].higher_is_better:
-        axes[1].set_yscale("log")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    axes[1].legend(fontsize=8)
+    groups = [
+        ("the paper's rows", [s for s in rows if s.row.paper is not None]),
+        ("rows of our own", [s for s in rows if s.row.paper is None]),
+    ]
+    groups = [(name, group) for name, group in groups if group]
+    figure, grid = plt.subplots(len(groups), 2, figsize=(12, 4.2 * len(groups)), squeeze=False)
+    for axes, (name, group) in zip(grid, groups, strict=True):
+        for standing in group:
+            look = {"linestyle": "-" if standing.row.density >= 0.01 else "--", "linewidth": 1.4}
+            if (
+                standing.row.paper is not None
+            ):  # ours differ in more than the method: matplotlib's own colours
+                look["color"] = STYLE[standing.row.method][0]
+            for axis, value in zip(axes, ("train_loss", standing.metric), strict=True):
+                axis.plot(*_mean_curve(standing, value), label=standing.row.label, **look)
+        axes[0].set(title=f"{name}: training loss", xlabel="round")
+        axes[1].set(title=f"{name}: {rows[0].metric} on test data", xlabel="round")
+        if not rows[0].higher_is_better:
+            axes[1].set_yscale("log")
+        for axis in axes:
+            axis.grid(alpha=0.3)
+        axes[1].legend(fontsize=8)
     figure.suptitle(f"{table.title}: scale {scale}, as the paper's figure {table.figure}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

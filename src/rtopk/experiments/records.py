@@ -65,7 +65,7 @@ def read(path: Path) -> list[Record]:
 def score(record: Record) -> float:
     """Return a run's final score, larger for better ones; a run that diverged scores least."""
     value = float(record["final"][record["metric"]])
-    if math.isnan(value):
+    if math.isnan(value) or record.get("diverged"):
         return -math.inf
     return value if record["higher_is_better"] else -value
 

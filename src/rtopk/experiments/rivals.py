@@ -84,6 +84,7 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
         setting=setting,
         split=split,
         memory=memory,
+        local_steps=8 if far else 0,
         rounds=60 if far else 600,
         evaluate_every=5 if far else 50,
     )
