@@ -8,9 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from rtopk.cli import app
 from rtopk.experiments.config import Config
 from rtopk.experiments.records import append, read
 from rtopk.experiments.render import BEGIN, END, insert
@@ -137,7 +141,7 @@ def tried(row, scores, higher=True):
     [
         ({0.015: 3.0, 0.045: 2.0, 0.135: 4.0}, False, 0.045, []),
         ({0.015: 3.0, 0.045: 4.0, 0.135: 4.0}, True, 0.045, []),  # of equals, the smaller
-        ({0.015: math.nan, 0.045: 4.0, 0.135: math.nan}, False, 0.045, []),  # diverged
+        ({0.015: math.nan, 0.045: 4.0, 0.135: math.nan}, False, 0.045, []),
         ({0.015: 3.0, 0.045: 4.0, 0.135: 5.0}, True, 0.135, [0.405]),
         ({0.015: 3.0, 0.045: 4.0, 0.135: 5.0}, False, 0.015, [0.005]),
         ({0.005: 3.1, 0.015: 3.0, 0.045: 4.0, 0.135: 5.0}, False, 0.015, []),
@@ -154,6 +158,26 @@ def test_the_rate_is_the_best_and_the_search_goes_beyond_the_edge(scores, higher
     assert all(config.part == "validation" for config in found.missing)
     assert found.whole == (0.045 in scores)
     assert found.at_edge == (rate in (min(scores), max(scores)))
+
+
+def test_a_rate_that_diverged_is_not_chosen_whatever_it_had_reached():
+    row = TABLES[2].rows[1]
+    records = tried(row, {0.015: 30.0, 0.045: 90.0, 0.135: 20.0})
+    (config,) = TABLES[2].tuning("small", row, 0.045)
+    assert tuning(TABLES[2], "small", row, records).rate == 0.045
+    records[config.key]["diverged"] = True
+    assert tuning(TABLES[2], "small", row, records).rate == 0.015
+
+
+@pytest.mark.parametrize("task", ["cifar10", "ptb"])
+def test_rivals_run_on_the_tables_tasks(task, data, tmp_path):
+    command = ["rivals", "--task", task, "--smoke", "--seeds", "1", "--jobs", "1", "--json"]
+    folders = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]
+    result = CliRunner().invoke(app, [*command, *folders])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["method"] for row in rows} >= {"dense", "top-k", "powersgd", "threshold", "rage-k"}
+    assert (tmp_path / f"rivals-{task}-smoke.png").stat().st_size > 10_000
 
 
 def test_where_a_rate_has_several_seeds_their_mean_counts():
@@ -230,12 +254,12 @@ def test_wrong_use(options, message):
     assert message in result.stderr
 
 
-def written(path, row, scores, scale="small"):
+def written(path, row, scores, scale="small", validation=40.0):
     """Write the tuning and result records of a row of table 2 as runs would have."""
     chosen = TABLES[2]
     for place, rate in enumerate(chosen.setups[scale].rates):
         for config in chosen.tuning(scale, row, rate):
-            append(path, made(config, 40.0 + (place == 1)))
+            append(path, made(config, validation + (place == 1)))
     rate = chosen.setups[scale].rates[1]
     for config, score in zip(chosen.results(scale, row, rate, len(scores)), scores, strict=True):
         append(path, made(config, score))
@@ -248,6 +272,18 @@ def made(config, score):
         "higher_is_better": True, "final": point,
         "curve": [{**point, "round": 1}, point], "sent_bytes_per_round": 100.0, "diverged": False,
     }  # fmt: skip
+
+
+def test_the_better_mean_is_chosen_on_validation_data_and_the_paper_keeps_its_lead(tmp_path):
+    file = results_file(tmp_path, TABLES[2], "small")
+    rows = {(row.method, row.density, row.mean): row for row in TABLES[2].rows if not row.options}
+    written(file, rows["rtop-k", 0.01, "nodes"], [50.0, 51.0, 52.0], validation=40.0)
+    written(file, rows["rtop-k", 0.01, "received"], [20.0, 21.0, 22.0], validation=45.0)  # worse on test data
+    written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.0, 57.0])
+    (pair,) = comparisons(standings(TABLES[2], "small", tmp_path))
+    assert pair.first.row.mean == "received"
+    assert pair.advantage == -35.0
+    assert pair.paper == pytest.approx(6.40)
 
 
 def test_standings_compare_with_intervals(tmp_path):
@@ -346,10 +382,13 @@ def test_two_rounds_of_every_row_at_the_papers_scale(number, row):
     """
     chosen = TABLES[number]
     config = chosen.results("paper", row, chosen.setups["paper"].rates[0], 1)[0]
-    if row is not next(row for row in chosen.rows if row.method == "rtop-k"):
+    first = row is next(row for row in chosen.rows if row.method == "rtop-k")
+    if not first:
         config = dataclasses.replace(config, batch=2)
     if config.setting == "federated":
         config = dataclasses.replace(config, local_steps=1)
+    if config.task == "imagenet" and not (Path(os.environ["RTOPK_DATA"]) / "imagenet").exists():
+        config = dataclasses.replace(config, task="imagenet-sample")
     run = Run(config)
     before = run.vector()
     for _ in range(2):
@@ -359,3 +398,15 @@ def test_two_rounds_of_every_row_at_the_papers_scale(number, row):
     # Warm-up starts at a density of 25 %; five nodes and two rounds together move at least that much.
     assert int((run.vector() != before).sum()) > 0.2 * run.layout.size
     assert run.sent > 4 * 0.25 * run.layout.size
+    if not first:
+        return
+    again = Run(config)
+    again.load_state_dict(run.state_dict())
+    assert again.round == 2
+    assert torch.equal(again.vector(), run.vector())
+    held = run.task.held_out
+    few = held[: 20 * 40] if isinstance(held, torch.Tensor) else tuple(part[:8] for part in held)
+    run.task = dataclasses.replace(run.task, held_out=few)  # all of it takes minutes here
+    scores = run.evaluate()
+    assert math.isfinite(scores["loss"])
+    assert scores[run.task.metric] > 0 or run.task.higher_is_better

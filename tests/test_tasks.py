@@ -9,6 +9,7 @@ from torch import nn
 from rtopk.experiments import images, tasks
 from rtopk.experiments.config import Config
 from rtopk.experiments.corpus import Corpus
+from rtopk.experiments.data import DataError
 from rtopk.experiments.execute import Interrupted, execute
 from rtopk.experiments.language import Carrying, Prediction
 from rtopk.experiments.models import Gpt, LanguageModel, ResNet, parameter_count, small_convnet
@@ -16,7 +17,7 @@ from rtopk.experiments.shards import Streams
 from rtopk.experiments.tasks import load
 from rtopk.experiments.train import Run, seeded
 from rtopk.seed import generator
-from tiny_data import make_cifar, make_folder, make_ptb, make_text
+from tiny_data import make_cifar, make_folder, make_ptb, make_text, write_sums
 
 
 def text_task(batch=2, words=12, tokens=400):
@@ -198,6 +199,86 @@ def test_imagenet_task_reads_files_as_they_are_needed(tmp_path, monkeypatch):
     other = shard[shard.steps_per_epoch][0]
     assert not torch.equal(inputs, other)
     assert task.view(task.held_out[0][:2]).shape == (2, 3, 224, 224)
+
+
+def test_the_sample_is_a_task_of_its_own(tmp_path, monkeypatch):
+    """One image a class is no ImageNet: it must not stand in for it unseen."""
+    monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
+    make_folder(tmp_path / "imagenet-sample", {"n01": [("RGB", (90, 70))], "n02": [("L", (64, 80))]})
+    tasks.imagenet.cache_clear()
+    try:
+        with pytest.raises(DataError, match="holds no imagenet;"):
+            load(Config(task="imagenet"))
+        assert len(load(Config(task="imagenet-sample")).train[1]) == 2
+    finally:
+        tasks.imagenet.cache_clear()
+
+
+def test_classes_of_training_and_validation_must_agree(tmp_path, monkeypatch):
+    monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
+    entries = [("RGB", (20, 20))]
+    make_folder(tmp_path / "tiny-imagenet-20" / "train", {"n01": entries, "n02": entries})
+    make_folder(tmp_path / "tiny-imagenet-20" / "val", {"n02": entries})
+    tasks.tiny_imagenet.cache_clear()
+    with pytest.raises(DataError, match="must have the same classes, got 'n01' in one only"):
+        load(Config(task="imagenet-small"))
+
+
+def test_shakespeare_is_read_by_characters_and_learnt(tmp_path, monkeypatch):
+    monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare" / "input.txt").write_text("to be or not to be\n" * 800)
+    write_sums(tmp_path / "shakespeare")
+    tasks._shakespeare.cache_clear()
+    try:
+        config = Config(task="shakespeare", split="contiguous", nodes=2, batch=4, rounds=15, method="dense")
+        run = Run(dataclasses.replace(config, learning_rate=0.1))
+        text = run.task.corpus
+        assert text.words == len(set("to be or not to be\n"))
+        assert [len(text.train), len(text.validation), len(text.test)] == [12160, 1520, 1520]
+        start = run.evaluate()["perplexity"]
+        for _ in range(15):
+            run.advance()
+        assert run.evaluate()["perplexity"] < 0.8 * start
+    finally:
+        tasks._shakespeare.cache_clear()
+
+
+@pytest.mark.parametrize("task", ["cifar10-narrow", "imagenet-narrow"])
+def test_the_narrow_siblings_train(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
+    make_cifar(tmp_path, per_batch=10)
+    for part in ("train", "val"):
+        make_folder(
+            tmp_path / "tiny-imagenet-20" / part, {f"n{i}": [("RGB", (64, 64))] * 8 for i in range(3)}
+        )
+    for cached in (tasks.cifar10, tasks.tiny_imagenet):
+        cached.cache_clear()
+    try:
+        run = Run(Config(task=task, nodes=2, batch=2, rounds=2))
+        run.advance()
+        assert run.evaluate()["loss"] > 0
+        assert run.sent > 0
+    finally:
+        for cached in (tasks.cifar10, tasks.tiny_imagenet):
+            cached.cache_clear()
+
+
+def test_zarembas_large_model(tmp_path, monkeypatch):
+    """Weights uniform in [-0.04, 0.04], 65 % dropout at three places, unroll 35."""
+    monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
+    make_ptb(tmp_path, make_text(30, 3000), make_text(30, 300, 1), make_text(30, 300, 2))
+    tasks._ptb.cache_clear()
+    try:
+        task = load(Config(task="ptb", split="contiguous", batch=2))
+    finally:
+        tasks._ptb.cache_clear()
+    model = task.make_model().model
+    for weight in model.parameters():
+        assert float(weight.abs().max()) <= 0.04
+    assert float(model.lstm.weight_hh_l1.std()) == pytest.approx(0.08 / 12**0.5, rel=0.01)
+    assert (model.dropout.p, model.lstm.dropout, task.unroll) == (0.65, 0.65, 35)
+    assert model.lstm.input_size == model.lstm.hidden_size == 1500
 
 
 def test_ptb_small_learns(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 from rtopk.experiments.classify import Classification
 from rtopk.experiments.config import ADDED, METHODS, Config
 from rtopk.experiments.execute import Interrupted, execute
-from rtopk.experiments.records import digest
+from rtopk.experiments.records import append, digest, read
 from rtopk.experiments.shards import Examples
 from rtopk.experiments.tasks import digits
 from rtopk.experiments.train import Run, seeded
@@ -275,6 +275,36 @@ def test_a_checkpoint_from_before_an_option_resumes():
     again = Run(SMALL)
     again.load_state_dict(state)
     assert torch.equal(again.vector(), run.vector())
+
+
+@pytest.mark.parametrize("rounds", [55, 55 * 265])
+def test_zarembas_schedule(rounds):
+    """The rate stays for 14 of 55 epochs, then falls by 1.15 at the beginning of each."""
+    config = Config(rounds=rounds, rate_schedule="zaremba", learning_rate=35.0)
+    each = rounds // 55
+    for epoch in range(55):
+        for round_ in (epoch * each, (epoch + 1) * each - 1):
+            assert config.rate(round_) == pytest.approx(35.0 / 1.15 ** max(0, epoch - 13), rel=1e-12)
+
+
+def test_piecewise_and_cosine_schedules():
+    piecewise = Config(rounds=100, rate_schedule="piecewise", learning_rate=1.0)
+    assert [piecewise.rate(t) for t in (0, 49, 50, 74, 75, 99)] == [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+    cosine = Config(rounds=100, rate_schedule="cosine", learning_rate=1.0)
+    assert [round(cosine.rate(t), 6) for t in (0, 50, 100)] == [1.0, 0.5, 0.0]
+
+
+def test_a_line_that_was_cut_off_is_not_there_and_is_written_over(tmp_path):
+    file = tmp_path / "results.jsonl"
+    append(file, {"key": "one"})
+    with file.open("a") as half:
+        half.write('{"key": "two", "curve": [1, 2')
+    assert read(file) == [{"key": "one"}]
+    append(file, {"key": "three"})
+    assert read(file) == [{"key": "one"}, {"key": "three"}]
+    file.write_text('{"key": 1}\nnot a record\n')
+    with pytest.raises(ValueError, match=r"results.jsonl line 2 is not a record.*delete that line"):
+        read(file)
 
 
 def test_digest_names_bits():

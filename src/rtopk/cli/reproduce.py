@@ -85,7 +85,7 @@ def reproduce(
     if as_json:
         print_json({"table": chosen.name, "scale": scale, "rows": [_plain(standing) for standing in found]})
         return
-    console.print(_layout(chosen.title, size, found))
+    console.print(_layout(chosen.heading(size), size, found))
     for pair in comparisons(found) if table else []:
         width = "" if pair.half_width == inf else f" ± {pair.half_width:.2f}"
         console.print(

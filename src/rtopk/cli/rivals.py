@@ -1,8 +1,10 @@
 """`rtopk rivals`: every method at equal bytes."""
 
+import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def rivals(
-    task: str = typer.Option("digits", help="digits, cifar10 or ptb; the last two need $RTOPK_DATA."),
+    task: str = typer.Option("digits", help="digits, cifar10 or ptb; the last two need data."),
     seeds: int = typer.Option(3, min=1, help="Runs of each result, with different seeds."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     results: Path = typer.Option(Path("results"), help="Folder of the records."),
     work: Path = typer.Option(Path("runs/rivals"), help="Folder of runs under way."),
     picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
     recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
+    data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
+    device: str | None = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu."),
     smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
 ) -> None:
@@ -32,25 +36,34 @@ def rivals(
     """
     from rtopk.cli.show import console, make_progress, print_json
     from rtopk.experiments import rivals as data
+    from rtopk.experiments.config import Config
+    from rtopk.experiments.data import VARIABLE
     from rtopk.experiments.equal_bytes import follow
     from rtopk.experiments.heats import Ledger, heats, note, play
     from rtopk.experiments.plot_rivals import score_against_budget
 
     if task not in data.PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
-    panels = [data.smoke(panel) for panel in data.PANELS[task][1:3]] if smoke else list(data.PANELS[task])
+    panels = [data.smoke(panel) for panel in data.PANELS[task][-2:]] if smoke else list(data.PANELS[task])
+    if data_dir is not None:
+        os.environ[VARIABLE] = str(data_dir)  # the workers inherit it
+    if device is not None:
+        os.environ["RTOPK_DEVICE"] = device
     file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
 
     standings: list[Standing] = []
     with make_progress() as progress:
-        bar = progress.add_task("runs", total=None)
+        # How many runs a search takes is known at its end: about three rates, and two fits of the bytes.
+        about = [len(heat) * (2 + 3 * heat[0][0].tuning_seeds + seeds) for heat in heats(panels)]
+        bar = progress.add_task("runs, about", total=sum(about))
 
-        def on_run(record: dict[str, Any]) -> None:
-            progress.update(bar, advance=1, description=f"runs, last {record['config']['method']}")
+        def on_run(config: Config) -> None:
+            progress.update(bar, advance=1, description=f"runs, about; last {config.method}")
 
         ledger = Ledger(file, work, jobs, recorded, on_run)
-        for heat in heats(panels):
+        for heat, past in zip(heats(panels), accumulate(about), strict=True):
             standings += play([follow(*entrant, seeds) for entrant in heat], ledger)
+            progress.update(bar, completed=past)
     if not standings:
         raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
     if not recorded:
@@ -82,7 +95,10 @@ def _row(standing: "Standing") -> dict[str, object]:
 
 
 def _table(standings: Sequence["Standing"]) -> "Table":
-    """Lay out a panel: a row per entrant, a column per budget; Markdown, so that docs can hold it."""
+    """Lay out a panel: a row per entrant, a column per budget; Markdown, so that docs can hold it.
+
+    A star: the best rate is at the edge of the grid.
+    """
     from statistics import mean
 
     from rich import box
@@ -108,7 +124,8 @@ def _table(standings: Sequence["Standing"]) -> "Table":
                 continue
             score = f"{mean(found[0].scores):.1f}"
             if len(found[0].scores) > 1:
-                score += f" ± {found[0].interval:.1f}"
+                score += f" ± {found[0].half_width:.1f}"
+            score += "*" if found[0].at_edge else ""
             off = 100 * (found[0].bytes / found[0].target - 1) if at else 0.0
             more = (
                 f" ({found[0].bytes:,.0f} bytes)"

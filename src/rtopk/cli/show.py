@@ -54,17 +54,19 @@ def make_progress() -> Progress:
 
 @contextmanager
 def runs_progress(configs: Sequence[Config], names: Sequence[str]) -> Iterator[OnProgress]:
-    """Show a bar for each name, filled by the rounds of the configurations that bear it."""
+    """Show a bar for all, and one for each name, filled by the rounds of the configurations that bear it."""
     with make_progress() as progress:
         totals = dict.fromkeys(names, 0)
         for config, name in zip(configs, names, strict=True):
             totals[name] += config.rounds
+        whole = progress.add_task("all", total=sum(totals.values()))
         tasks = {name: progress.add_task(name, total=total) for name, total in totals.items()}
         task_of = {config.key: tasks[name] for config, name in zip(configs, names, strict=True)}
         seen = dict.fromkeys(task_of, 0)
 
         def advance(key: str, rounds: int) -> None:
-            progress.advance(task_of[key], rounds - seen[key])
+            for task in (whole, task_of[key]):
+                progress.advance(task, rounds - seen[key])
             seen[key] = rounds
 
         yield advance

@@ -44,7 +44,7 @@ def load() -> tuple[Images, Images]:
 
 def load_from(folder: Path) -> tuple[Images, Images]:
     """Return the training and the test set of a folder."""
-    binary = (folder / "test_batch.bin").exists()
+    binary = any((folder / name).exists() for name in BINARY)
     contents = verified(folder, BINARY if binary else PYTHON)
     parts = {}
     for name, raw in contents.items():

@@ -176,7 +176,7 @@ class Config:
         """
         done = round_ / self.rounds
         if self.rate_schedule == "zaremba":
-            return self.learning_rate / 1.15 ** max(0, math.floor(55 * done) - 13)
+            return self.learning_rate / 1.15 ** max(0, 55 * round_ // self.rounds - 13)
         if self.rate_schedule == "cosine":
             return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
         if self.rate_schedule == "piecewise":

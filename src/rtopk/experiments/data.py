@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "RTOPK_DATA"
+OWN = "MD5SUMS"  # beside data that is not the original
 
 
 class DataError(ValueError):
@@ -59,11 +60,11 @@ def verified(folder: Path, published: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _own_sums(folder: Path, published: Mapping[str, str]) -> dict[str, str]:
-    path = folder / "MD5SUMS"
+    path = folder / OWN
     if not path.exists():
         return {}
     pairs = [line.split(maxsplit=1) for line in path.read_text().splitlines() if line.strip()]
-    sums = {name: value for value, name in pairs}
+    sums = {pair[1]: pair[0] for pair in pairs if len(pair) == 2}
     missing = [name for name in published if name not in sums]
     if missing:
         raise DataError(f"{path} does not name {', '.join(missing)}; write it with: md5sum * > MD5SUMS")

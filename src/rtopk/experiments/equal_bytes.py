@@ -13,9 +13,10 @@ import dataclasses
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
 from rtopk.experiments.config import Config
+from rtopk.experiments.intervals import half_width
 from rtopk.experiments.records import Record, score
 from rtopk.experiments.rivals import Budget, Entrant, Panel
 from rtopk.experiments.tables import TUNING_SEED
@@ -48,19 +49,19 @@ class Standing:
         return mean(float(record["sent_bytes_per_round"]) for record in self.records)
 
     @property
-    def interval(self) -> float:
-        """Half the 95 % interval of the mean score, by Student's t; nan for one seed."""
-        seeds = len(self.records)
-        if seeds < 2:
-            return math.nan
-        from scipy.stats import t
-
-        return float(t.ppf(0.975, seeds - 1)) * stdev(self.scores) / math.sqrt(seeds)
+    def half_width(self) -> float:
+        """Half the 95 % interval of the mean score; infinite for one seed."""
+        return half_width(self.scores)
 
     @property
     def rate(self) -> float:
         """The learning rate that was chosen."""
         return float(self.records[0]["config"]["learning_rate"])
+
+    @property
+    def at_edge(self) -> bool:
+        """Tell whether the rate is the grid's smallest or largest."""
+        return self.rate in (self.panel.rates[0], self.panel.rates[-1])
 
 
 def follow(
@@ -69,7 +70,7 @@ def follow(
     """Yield every run of an entrant, one after the other; return where it stands."""
     base = dataclasses.replace(
         panel.config, method=entrant.method, mean=entrant.mean, values=entrant.values,
-        r_over_k=entrant.r_over_k,
+        r_over_k=entrant.r_over_k, memory=entrant.memory or panel.config.memory,
         threshold=panel.threshold if entrant.method == "threshold" else 0.0,
         matrix_rank=budget.matrix_rank if budget and entrant.method == "powersgd" else 0,
         part="validation", seed=TUNING_SEED, evaluate_every=panel.config.rounds,

@@ -20,7 +20,7 @@ from rtopk.experiments.config import Config
 from rtopk.experiments.processes import ProcessRun, launched
 from rtopk.experiments.records import Record, append, digest, environment, write_atomically
 from rtopk.experiments.tensorboard import event_file
-from rtopk.experiments.train import Diverged, Run
+from rtopk.experiments.train import Diverged, Run, device
 
 CHECKPOINT_SECONDS = 30.0
 Point = dict[str, Any]  # what was measured at one evaluation
@@ -138,7 +138,7 @@ def _save(path: Path, run: Run, curve: list[Point], seconds: float) -> None:
 
 def _load(path: Path, run: Run) -> tuple[list[Point], float]:
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location=device(), weights_only=True)
     except Exception as error:
         raise ValueError(
             f"{path} is not a checkpoint that can be read ({error}); delete it to start over"

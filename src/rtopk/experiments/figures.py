@@ -40,7 +40,7 @@ def draw_figure(table: Table, scale: Scale, results: Path, path: Path) -> bool:
         for axis in axes:
             axis.grid(alpha=0.3)
         axes[1].legend(fontsize=8)
-    figure.suptitle(f"{table.title}: scale {scale}, as the paper's figure {table.figure}")
+    figure.suptitle(f"{table.heading(scale)}: scale {scale}, as the paper's figure {table.figure}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

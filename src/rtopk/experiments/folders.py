@@ -54,14 +54,28 @@ def image_folder(folder: Path) -> tuple[Files, Tensor, list[str]]:
     return Files(tuple(paths)), torch.tensor(labels), classes
 
 
+def train_and_val(folder: Path) -> tuple[tuple[Files, Tensor], tuple[Files, Tensor], list[str]]:
+    """Return the two parts of a folder and their classes; both must have the same, or numbers would not agree."""
+    files, labels, classes = image_folder(folder / "train")
+    held_out, wanted, others = image_folder(folder / "val")
+    differing = sorted(set(classes) ^ set(others))
+    if differing:
+        raise DataError(
+            f"{folder / 'train'} and {folder / 'val'} must have the same classes, got {differing[0]!r} in one only "
+            f"(and {len(differing) - 1} more); sort both by the same names"
+        )
+    return (files, labels), (held_out, wanted), classes
+
+
 def read_image(path: Path) -> "Image":
     """Decode a file to RGB."""
     from PIL import Image, UnidentifiedImageError
+    from PIL.Image import DecompressionBombError
 
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, UnidentifiedImageError, SyntaxError) as error:
+    except (OSError, UnidentifiedImageError, SyntaxError, DecompressionBombError) as error:
         raise DataError(f"{path} cannot be decoded ({error}); fetch it again or delete it") from error
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rtopk.experiments import cifar, corpus
-from rtopk.experiments.data import DataError, find
-from rtopk.experiments.folders import Files, image_folder, read_image
+from rtopk.experiments.data import OWN, DataError, find
+from rtopk.experiments.folders import Files, image_folder, read_image, train_and_val
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ def _shakespeare(folder: Path) -> str:
 def _folders(*parts: str) -> Callable[[Path], str]:
     def check(folder: Path) -> str:
         said = []
+        if len(parts) == 2:
+            train_and_val(folder)
         for part in parts:
             files, _, classes = image_folder(folder / part)
             _first_and_last(files)
@@ -61,7 +63,7 @@ def _first_and_last(files: Files) -> None:
 SETS: tuple[tuple[str, tuple[str, ...], Callable[[Path], str], str], ...] = (
     ("CIFAR-10", cifar.FOLDERS, _cifar, "tables 1 and 2"),
     ("ImageNet", ("imagenet",), _folders("train", "val"), "table 3, scale paper"),
-    ("ImageNet sample", ("imagenet-sample",), _folders(""), "trying table 3, scale paper"),
+    ("ImageNet sample", ("imagenet-sample",), _folders(""), "task imagenet-sample"),
     ("Tiny ImageNet, 20 classes", ("tiny-imagenet-20",), _folders("train", "val"), "table 3, scale small"),
     ("Penn Treebank", corpus.PTB_FOLDERS, _ptb, "tables 4 and 5"),
     ("tiny Shakespeare", corpus.SHAKESPEARE_FOLDERS, _shakespeare, "task shakespeare"),
@@ -78,7 +80,8 @@ def take() -> list[Found]:
             found.append(Found(name, "missing", f"no folder {' or '.join(folders)}", needed_for))
             continue
         try:
-            found.append(Found(name, "ok", f"{folder.name}: {check(folder)}", needed_for))
+            own = "; held to its own MD5SUMS, not to the published sums" if (folder / OWN).exists() else ""
+            found.append(Found(name, "ok", f"{folder}: {check(folder)}{own}", needed_for))
         except DataError as error:
             found.append(Found(name, "damaged", str(error), needed_for))
     return found

@@ -115,7 +115,7 @@ class ProcessRun(Run):
 
     def evaluate(self) -> dict[str, float]:
         """Return the scores of the common weights, with the mean of all processes' buffers and losses."""
-        everyone = [torch.load(io.BytesIO(raw), weights_only=True) for raw in self._share(self._own_part())]
+        everyone = [_read(raw) for raw in self._share(self._own_part())]
         own = self.nodes
         self.nodes = [_Buffers(part["buffers"]) for part in everyone]  # type: ignore[misc]
         try:
@@ -133,9 +133,7 @@ class ProcessRun(Run):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all nodes; every process calls it."""
-        parts = [
-            torch.load(io.BytesIO(raw), weights_only=True) for raw in self._share(self.node.state_dict())
-        ]
+        parts = [_read(raw) for raw in self._share(self.node.state_dict())]
         return {**super().state_dict(), "nodes": dict(enumerate(parts))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,6 +151,12 @@ class ProcessRun(Run):
         torch.save(dict(part), buffer)
         raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
         return [bytes(message.numpy()) for message in self.gather.exchange([raw])]
+
+
+def _read(raw: bytes) -> dict[str, Any]:
+    """Read another process's part; its tensors may be of a GPU that is not ours."""
+    part: dict[str, Any] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    return part
 
 
 class UnevenGather(AllGather):

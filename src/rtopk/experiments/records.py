@@ -45,21 +45,32 @@ def digest(vector: Tensor) -> str:
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add a record to a file as one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record, sort_keys=True) + "\n")
+    if path.exists() and (half := len(_lines(path)[1])):  # of a writer that was killed
+        os.truncate(path, path.stat().st_size - half)
+    with path.open("ab") as file:
+        file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of a file, none if there is no file; a damaged line is an error that names it."""
+    """Return the records of a file, none if there is no file; a damaged line is an error that names it.
+
+    A last line without its end was never finished: its run goes again.
+    """
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(_lines(path)[0], start=1):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not a record: {error}") from error
+            raise ValueError(f"{path} line {number} is not a record: {error}; delete that line") from error
     return records
+
+
+def _lines(path: Path) -> tuple[list[bytes], bytes]:
+    """Return the lines of a file, and what stands behind the last end of a line."""
+    *lines, rest = path.read_bytes().split(b"\n")
+    return lines, rest
 
 
 def score(record: Record) -> float:

@@ -12,7 +12,7 @@ from rtopk.experiments.tables import TABLES, Row, Scale, Table
 def render_table(heading: str, table: Table, scale: Scale, results: Path) -> str:
     """Return one table with its orderings; rows that have not run say so."""
     found = {standing.row: standing for standing in standings(table, scale, results)}
-    lines = [f"### {heading}: {table.title}", ""]
+    lines = [f"### {heading}: {table.heading(scale)}", ""]
     if not found:
         return "\n".join([*lines, "Not run yet."])
     some = next(iter(found.values()))
@@ -30,7 +30,7 @@ def render_table(heading: str, table: Table, scale: Scale, results: Path) -> str
         said = f"{len(missing)} of {len(table.rows)} rows have not run; the fewest seeds of a row are {few}."
         lines += ["", f"**Incomplete**: {said}"]
     if any(standing.at_edge for standing in found.values()):
-        lines += ["", "\\* the best rate is at the edge of the grid; a wider one might do better."]
+        lines += ["", "\\* the best rate is at the edge of those tried; one further out might do better."]
     return "\n".join(lines)
 
 

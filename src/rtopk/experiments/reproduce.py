@@ -4,17 +4,15 @@ All records of a table and scale are lines of one file, `table-N-SCALE.jsonl`: t
 line a row, and the results. What is there already is not run again.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
 
 from rtopk.experiments.config import Config
 from rtopk.experiments.processes import barrier, leads
-from rtopk.experiments.records import Record, append, read
+from rtopk.experiments.records import Record, read
 from rtopk.experiments.runner import Progress, key_of, run_all
 from rtopk.experiments.tables import Row, Scale, Table
-from rtopk.experiments.tuning import Tuning, tuning
+from rtopk.experiments.tuning import Tuning, note_choice, tuning
 
 Stage = Callable[[str, Sequence[Config], Sequence[str]], Progress]  # what, runs, their names -> progress
 
@@ -67,8 +65,9 @@ def _tune(
         done = run_all(configs, file, work, jobs, progress, notes=notes)
         records |= {config.key: record for config, record in zip(configs, done, strict=True)}
         what = "tuning beyond the grid"
-    for row in rows:
-        _note(file, table, scale, row, tuned[row])
+    for row in rows if leads() else ():
+        of = {"table": table.name, "scale": scale, "row": row.label}
+        note_choice(file, of, list(tuned[row].tried.values()), tuned[row].rate)
     barrier()  # nobody reads the results while a line is written
     return tuned
 
@@ -77,27 +76,3 @@ def _told(table: Table, scale: Scale, row: Row) -> Record:
     """Return where a run belongs, and what the paper says of its row."""
     told = {"table": table.name, "title": table.title, "scale": scale, "row": row.label, "value": row.paper}
     return {"paper": told}
-
-
-def _note(file: Path, table: Table, scale: Scale, row: Row, tuned: Tuning) -> None:
-    """Write a row's grid, scores and choice into the records, once; of several, the last counts."""
-    runs = [run for group in tuned.tried.values() for run in group]
-    name = f"choice {table.name} {scale} {row.label} {[run['key'] for run in runs]}"
-    key = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-    if not leads() or any(record["key"] == key for record in read(file)):
-        return
-    metric = runs[0]["metric"]
-    append(
-        file,
-        {
-            "kind": "choice",
-            "key": key,
-            "table": table.name,
-            "scale": scale,
-            "row": row.label,
-            "metric": metric,
-            "grid": list(tuned.tried),
-            "scores": [mean(run["final"][metric] for run in group) for group in tuned.tried.values()],
-            "chosen": tuned.rate,
-        },
-    )

@@ -7,6 +7,7 @@ bytes per node and round, given by a yardstick: what top-k sends at a density, o
 
 import dataclasses
 from dataclasses import dataclass
+from typing import get_args
 
 from rtopk.aggregate import Mean
 from rtopk.experiments.config import Config, MemoryName, Setting, Split
@@ -21,6 +22,7 @@ class Entrant:
     mean: Mean = "nodes"
     values: str = "fp32"
     r_over_k: float = 0.0  # rTop-k: 0 is the paper's choice, the number of nodes
+    memory: MemoryName | None = None  # None: the panel's
 
     @property
     def label(self) -> str:
@@ -56,25 +58,24 @@ class Panel:
     budgets: tuple[tuple[Budget, tuple[Entrant, ...]], ...]
 
 
-def _means(memory: MemoryName) -> tuple[Mean, ...]:
-    """Return the means that are worth a try, the better one for draws last; the tables have all."""
-    return ("nodes", "received") if memory == "none" else ("nodes",)
+def _mean(memory: MemoryName) -> Mean:
+    """Return the mean that suits draws: over the nodes where a memory brings later what was kept back."""
+    return "received" if memory == "none" else "nodes"
 
 
 def _core(memory: MemoryName) -> tuple[Entrant, ...]:
-    means = _means(memory)
-    both = [Entrant("top-k", mean) for mean in means]
-    drawn = [Entrant("rtop-k", means[-1]), Entrant("rtop-k", means[-1], r_over_k=2.0)]
-    return (*both, *drawn, Entrant("dealt-k", means[-1]))
+    both = [Entrant("top-k", mean) for mean in get_args(Mean)]
+    drawn = [Entrant("rtop-k", _mean(memory)), Entrant("rtop-k", _mean(memory), r_over_k=2.0)]
+    return (*both, *drawn, Entrant("dealt-k", _mean(memory)))
 
 
 def _all(memory: MemoryName) -> tuple[Entrant, ...]:
-    mean = _means(memory)[-1]
+    mean = _mean(memory)
     rest = [Entrant(method, mean) for method in ("rage-k", "threshold")]
     return (*_core(memory), *rest, *(Entrant(method, mean, "4bit") for method in ("rtop-k", "dealt-k")))
 
 
-_MATRICES = (Entrant("powersgd"),)
+_MATRICES = (Entrant("powersgd", memory="error-feedback"),)  # which it is defined with
 
 
 def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback") -> Panel:
@@ -105,12 +106,14 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
     )
 
 
-def _small(number: int, name: str, split: Split, threshold: float, rates: tuple[float, ...]) -> Panel:
+def _small(
+    number: int, name: str, rounds: int, split: Split, threshold: float, rates: tuple[float, ...]
+) -> Panel:
     """Take the small set-up of a federated table, shorter, and without warm-up, whose bytes would differ."""
     config = dataclasses.replace(
         table(number).setups["small"].config,
         local_steps=10,
-        rounds=100,
+        rounds=rounds,
         evaluate_every=10,
         warm_up=0,
         split=split,
@@ -136,9 +139,13 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         _digits("federated", "class"),
     ),
     "cifar10": (
-        _small(2, "CIFAR-10, federated, split by class", "class", 0.02, (0.005, 0.015, 0.045, 0.135, 0.405)),
+        _small(
+            2, "CIFAR-10, federated, split by class", 100, "class", 0.02, (0.005, 0.015, 0.045, 0.135, 0.405)
+        ),
     ),
-    "ptb": (_small(5, "PTB, federated, no memory", "contiguous", 0.05, (1.0, 3.0, 9.0, 27.0, 81.0, 243.0)),),
+    "ptb": (
+        _small(5, "PTB, federated, no memory", 60, "contiguous", 0.05, (1.0, 3.0, 9.0, 27.0, 81.0, 243.0)),
+    ),
 }
 
 

@@ -23,7 +23,7 @@ def split(targets: Tensor, nodes: int, kind: str, alpha: float, seed: int) -> li
 
 
 def _dirichlet(targets: Tensor, nodes: int, alpha: float, seed: int) -> list[Tensor]:
-    """Divide each class by shares drawn from a symmetric Dirichlet distribution (Hsu et al., 2019)."""
+    """Divide each class by shares drawn from a symmetric Dirichlet distribution (Yurochkin et al., 2019)."""
     rng = np.random.default_rng(derive(seed, "dirichlet"))
     parts: list[list[Tensor]] = [[] for _ in range(nodes)]
     for label in torch.unique(targets):

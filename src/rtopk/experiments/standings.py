@@ -1,16 +1,19 @@
 """Records of a table -> where each row ended: mean over seeds, 95 % interval, and how methods compare."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, variance
+from statistics import mean
 
+from rtopk.experiments.intervals import half_width, welch
 from rtopk.experiments.records import Record, read
 from rtopk.experiments.reproduce import results_file
 from rtopk.experiments.runner import key_of
 from rtopk.experiments.tables import Row, Scale, Table
 from rtopk.experiments.tuning import tuning
+
+Kind = tuple[str, float]  # method, density
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Standing:
 
     row: Row
     rate: float  # chosen on validation data
+    validation: float  # the rate's score there, larger for better ones
     at_edge: bool  # the best rate is the first or last of those tried: one further out might do better
     records: tuple[Record, ...]  # by seed
     metric: str
@@ -37,10 +41,7 @@ class Standing:
     @property
     def half_width(self) -> float:
         """Return half the 95 % interval of the mean (Student's t); infinite for one seed."""
-        n = len(self.records)
-        if n < 2:
-            return math.inf
-        return float(_t(n - 1) * math.sqrt(variance(self.scores) / n))
+        return half_width(self.scores)
 
     @property
     def sent_bytes_per_round(self) -> float:
@@ -56,7 +57,7 @@ class Comparison:
     second: Standing
     advantage: float  # in units of the metric
     half_width: float  # of the advantage's 95 % interval (Welch); infinite with one seed
-    paper: float | None  # the paper's advantage, where it has both figures
+    paper: float | None  # the paper's advantage of these methods at this density, where it has both figures
 
     @property
     def verdict(self) -> str:
@@ -68,7 +69,7 @@ class Comparison:
         return "ahead" if self.advantage > 0 else "behind"
 
 
-def standings(table: Table, scale: Scale, results: Path, seeds: int = 1000) -> list[Standing]:
+def standings(table: Table, scale: Scale, results: Path, seeds: int = 50) -> list[Standing]:
     """Return the rows of a table that have results, in the table's order."""
     records = {key_of(r): r for r in read(results_file(results, table, scale)) if r["kind"] == "train"}
     found = []
@@ -76,14 +77,13 @@ def standings(table: Table, scale: Scale, results: Path, seeds: int = 1000) -> l
         tuned = tuning(table, scale, row, records)
         if not tuned.whole:
             continue
-        runs = _leading(records, [c.key for c in table.results(scale, row, tuned.rate, min(seeds, 50))])
+        runs = _leading(records, [c.key for c in table.results(scale, row, tuned.rate, seeds)])
         if runs:
-            some = runs[0]
+            rate, some = tuned.rate, runs[0]
             found.append(
-                Standing(
-                    row, tuned.rate, tuned.at_edge, tuple(runs), some["metric"], some["higher_is_better"]
-                )
-            )
+                Standing(row, rate, tuned.value(rate), tuned.at_edge, tuple(runs), some["metric"],
+                         some["higher_is_better"])
+            )  # fmt: skip
     return found
 
 
@@ -96,49 +96,33 @@ def _leading(records: dict[str, Record], keys: Sequence[str]) -> list[Record]:
     return found
 
 
-def compare(first: Standing, second: Standing) -> Comparison:
+def compare(first: Standing, second: Standing, figures: Mapping[Kind, float]) -> Comparison:
     """Compare two rows by their final scores (Welch's interval; seeds also share their data split)."""
     sign = 1.0 if first.higher_is_better else -1.0
     advantage = sign * (first.mean - second.mean)
-    paper = None
-    if first.row.paper is not None and second.row.paper is not None:
-        paper = sign * (first.row.paper - second.row.paper)
-    return Comparison(first, second, advantage, _welch(first.scores, second.scores), paper)
+    one, other = (figures.get((s.row.method, s.row.density)) for s in (first, second))
+    paper = None if one is None or other is None else sign * (one - other)
+    return Comparison(first, second, advantage, welch(first.scores, second.scores), paper)
 
 
 def best(rows: Sequence[Standing], method: str, density: float) -> Standing | None:
-    """Return a method's better mean at a density; rows with options of our own are not the paper's comparison."""
+    """Return a method's better mean at a density, by validation data; rows with options of our own do not count."""
     fitting = [
         s
         for s in rows
         if s.row.method == method and (method == "dense" or s.row.density == density) and not s.row.options
     ]
-    return max(fitting, key=lambda s: s.mean if s.higher_is_better else -s.mean, default=None)
+    return max(fitting, key=lambda s: s.validation, default=None)
 
 
 def comparisons(rows: Sequence[Standing]) -> list[Comparison]:
     """Return rTop-k against each other method at the same density, each with its better mean."""
+    figures = {(s.row.method, s.row.density): s.row.paper for s in rows if s.row.paper is not None}
     found = []
     for density in sorted({s.row.density for s in rows if s.row.method == "rtop-k"}, reverse=True):
         ours = best(rows, "rtop-k", density)
         for rival in ("top-k", "random-k", "dense"):
             other = best(rows, rival, density)
             if ours is not None and other is not None:
-                found.append(compare(ours, other))
+                found.append(compare(ours, other, figures))
     return found
-
-
-def _welch(one: Sequence[float], other: Sequence[float]) -> float:
-    if min(len(one), len(other)) < 2:
-        return math.inf
-    a, b = variance(one) / len(one), variance(other) / len(other)
-    if a + b == 0.0:
-        return 0.0
-    freedom = (a + b) ** 2 / (a**2 / (len(one) - 1) + b**2 / (len(other) - 1))
-    return _t(freedom) * math.sqrt(a + b)
-
-
-def _t(freedom: float) -> float:
-    from scipy.stats import t
-
-    return float(t.ppf(0.975, freedom))

@@ -33,7 +33,7 @@ class Row:
     def label(self) -> str:
         """Name the row as the paper does; its compression is 1 - density."""
         if self.method == "dense":
-            return "baseline"
+            return f"baseline{', ' if self.note else ''}{self.note}"
         name = {"rtop-k": "rTop-k", "top-k": "Top-k", "random-k": "Random-k"}[self.method]
         mean = ", mean of received" if self.mean == "received" else ""
         return f"{name} {100 * (1 - self.density):.4g} %{mean}{', ' if self.note else ''}{self.note}"
@@ -59,6 +59,11 @@ class Table:
     figure: int | None  # of the paper, the same runs as curves
     rows: tuple[Row, ...]
     setups: dict[Scale, Setup]
+    small: str = ""  # what stands for the model and the data at the small scales; "" is as in the title
+
+    def heading(self, scale: Scale) -> str:
+        """Name the table, and what really ran at a scale."""
+        return self.title if scale == "paper" or not self.small else f"{self.title} (here: {self.small})"
 
     def tuning(self, scale: Scale, row: Row, rate: float) -> list[Config]:
         """Return the runs that score a learning rate of a row: shorter, on validation data."""
@@ -161,11 +166,14 @@ TABLES = {
             ("dense", 1.0, 92.40), ("rtop-k", 0.01, 93.25), ("top-k", 0.01, 92.46), ("rtop-k", 0.001, 89.34),
             ("top-k", 0.001, 86.12), ("random-k", 0.01, 66.81), more=_RECEIVED, twice=(0.01, "nodes"),
             also=tuple(
-                Row(method, 0.01, note="no momentum", options=(("momentum", 0.0),))
-                for method in ("rtop-k", "top-k")
+                Row(method, density, note="no momentum", options=(("momentum", 0.0),))
+                for method, density in (
+                    ("rtop-k", 0.01), ("top-k", 0.01), ("rtop-k", 0.001), ("top-k", 0.001), ("dense", 1.0),
+                )
             ),
         ),
         _setups(_CIFAR, _IMAGE_RATES, _CIFAR_SMALL, _SMALL_BATCH_RATES),
+        "a convolutional net, CIFAR-10 at 16 x 16",
     ),
     2: Table(
         "table-2", "ResNet-18 on CIFAR-10, federated", 3,
@@ -174,6 +182,7 @@ TABLES = {
             ("top-k", 0.001, 81.00), ("random-k", 0.01, 61.07), more=_RECEIVED, twice=(0.01, "nodes"),
         ),
         _setups(_CIFAR_EPOCHS, _IMAGE_RATES, _CIFAR_SMALL_EPOCHS, _SMALL_EPOCH_RATES),
+        "a convolutional net, CIFAR-10 at 16 x 16",
     ),
     3: Table(
         "table-3", "ResNet-34 on ImageNet, federated", 4,
@@ -182,6 +191,7 @@ TABLES = {
             ("top-k", 0.001, 57.80), ("random-k", 0.01, 29.19), more=_RECEIVED, twice=(0.01, "nodes"),
         ),
         _setups(_IMAGENET, _IMAGE_RATES, _IMAGENET_SMALL, _SMALL_EPOCH_RATES),
+        "a convolutional net, 20 classes of Tiny ImageNet at 16 x 16",
     ),
     4: Table(
         "table-4", "LSTM on Penn Treebank, distributed", 5,
@@ -191,6 +201,7 @@ TABLES = {
             twice=(0.01, "nodes"),
         ),
         _setups(_PTB, _TEXT_RATES, _PTB_SMALL, _SMALL_TEXT_RATES),
+        "64 units, the 1,000 most frequent words",
     ),
     5: Table(
         "table-5", "LSTM on Penn Treebank, federated", 6,
@@ -201,6 +212,7 @@ TABLES = {
             twice=(0.05, "received"),
         ),
         _setups(_PTB_EPOCHS, _TEXT_RATES, _PTB_SMALL_EPOCHS, _SMALL_TEXT_EPOCH_RATES),
+        "64 units, the 1,000 most frequent words",
     ),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from rtopk.experiments import cifar, corpus, images
 from rtopk.experiments.classify import Classification
 from rtopk.experiments.config import Config, Part
 from rtopk.experiments.data import find
-from rtopk.experiments.folders import image_folder, squeezed
+from rtopk.experiments.folders import image_folder, squeezed, train_and_val
 from rtopk.experiments.language import Carrying, Prediction
 from rtopk.experiments.models import Gpt, LanguageModel, ResNet, mlp, small_convnet
 from rtopk.experiments.shards import Batch, Shard
@@ -98,14 +98,15 @@ def cifar10(part: Part, small: bool, model: Callable[[], nn.Module]) -> Classifi
 
 
 @cache
-def imagenet(part: Part) -> Classification:
-    """ImageNet in folders: `imagenet/train`, `imagenet/val`; or the sample, one image a class, as both."""
-    folder = find("imagenet", "imagenet-sample")
-    whole = folder.name == "imagenet"
-    files, labels, classes = image_folder(folder / "train" if whole else folder)
-    train: images.Pixels = files, labels
-    test: images.Pixels = image_folder(folder / "val")[:2] if whole else train
-    train, test = images.hold_back(train, test, part, len(labels) // 20)
+def imagenet(part: Part, sample: bool) -> Classification:
+    """ImageNet in folders; the sample, an image a class, is both training and test set: it shows no accuracy."""
+    if sample:
+        files, labels, classes = image_folder(find("imagenet-sample"))
+        train: images.Pixels = files, labels
+        test = train
+    else:
+        train, test, classes = train_and_val(find("imagenet"))
+    train, test = images.hold_back(train, test, part, len(train[1]) // 20)
     model = partial(ResNet, (3, 4, 6, 3), 64, len(classes), large_images=True)
     return Classification(train, test, model, images.random_view(224), images.middle_view(224))
 
@@ -113,12 +114,9 @@ def imagenet(part: Part) -> Classification:
 @cache
 def tiny_imagenet(part: Part, model: Callable[[int], nn.Module]) -> Classification:
     """20 classes of Tiny ImageNet at 16 x 16, 10,000 training images."""
-    folder = find("tiny-imagenet-20")
-    parts = []
-    for name in ("train", "val"):
-        files, labels, classes = image_folder(folder / name)
-        parts.append((images.decoded(files, partial(squeezed, side=16)), labels))
-    train, test = images.hold_back(parts[0], parts[1], part, len(parts[0][1]) // 10)
+    *parts, classes = train_and_val(find("tiny-imagenet-20"))
+    train, test = [(images.decoded(files, partial(squeezed, side=16)), labels) for files, labels in parts]
+    train, test = images.hold_back(train, test, part, len(train[1]) // 10)
     norm = images.normalise(images.IMAGENET_MEAN, images.IMAGENET_STD)
     crop = images.crop_and_flip(2)
     make = partial(model, len(classes))
@@ -164,7 +162,8 @@ TASKS: dict[str, Callable[[Config], Task]] = {
     "cifar10": lambda config: cifar10(config.part, False, resnet18),
     "cifar10-narrow": lambda config: cifar10(config.part, False, narrow_resnet),
     "cifar10-small": lambda config: cifar10(config.part, True, small_convnet),
-    "imagenet": lambda config: imagenet(config.part),
+    "imagenet": lambda config: imagenet(config.part, sample=False),
+    "imagenet-sample": lambda config: imagenet(config.part, sample=True),
     "imagenet-narrow": lambda config: tiny_imagenet(config.part, narrow_resnet),
     "imagenet-small": lambda config: tiny_imagenet(config.part, small_convnet),
     # Zaremba et al.'s large model and its small sibling.

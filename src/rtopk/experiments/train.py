@@ -254,9 +254,13 @@ def seeded(*key: int | str) -> Iterator[None]:
     # Not torch.manual_seed: for devices that are not there it formats a stack trace, a millisecond per call.
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(derive(*key))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # dropout on a GPU draws from the GPU's own
+    gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # dropout on a GPU draws from the GPU's own
+    if gpu:
+        gpu_state = torch.cuda.get_rng_state()
         torch.cuda.manual_seed(derive(*key))
     try:
         yield
     finally:
         torch.default_generator.set_state(state)
+        if gpu:
+            torch.cuda.set_rng_state(gpu_state)

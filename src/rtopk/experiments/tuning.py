@@ -5,12 +5,14 @@ of what was tried says little: the best one may lie further out. So a row whose 
 goes on by the grid's own step, as often as the set-up allows.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 
 from rtopk.experiments.config import Config
-from rtopk.experiments.records import Record, score
+from rtopk.experiments.records import Record, append, read, score
 from rtopk.experiments.tables import Row, Scale, Table
 
 
@@ -25,7 +27,11 @@ class Tuning:
     @property
     def rate(self) -> float:
         """Return the best rate of those tried; of equals, the smaller."""
-        return max(self.tried, key=lambda rate: (mean(map(score, self.tried[rate])), -rate))
+        return max(self.tried, key=lambda rate: (self.value(rate), -rate))
+
+    def value(self, rate: float) -> float:
+        """Return a rate's mean score, larger for better ones."""
+        return mean(map(score, self.tried[rate]))
 
     @property
     def at_edge(self) -> bool:
@@ -55,3 +61,25 @@ def tuning(table: Table, scale: Scale, row: Row, records: Mapping[str, Record]) 
             break
         wanted = [float(f"{found.rate * (low if found.rate == min(tried) else high):.4g}")]
     return Tuning(tried)
+
+
+def note_choice(file: Path, of: Record, groups: Sequence[Sequence[Record]], chosen: float) -> None:
+    """Write what was tried, its scores and the choice into the records, once; of several, the last counts.
+
+    `of` says whose learning rate it is, `groups` holds the runs of each rate.
+    """
+    keys = [run["key"] for group in groups for run in group]
+    key = hashlib.blake2b(f"choice {of} {keys}".encode(), digest_size=8).hexdigest()
+    if any(record["key"] == key for record in read(file)):
+        return
+    metric = groups[0][0]["metric"]
+    record = {
+        "kind": "choice",
+        "key": key,
+        **of,
+        "metric": metric,
+        "grid": [group[0]["config"]["learning_rate"] for group in groups],
+        "scores": [mean(run["final"][metric] for run in group) for group in groups],
+        "chosen": chosen,
+    }
+    append(file, record)
