@@ -231,13 +231,13 @@ def test_shakespeare_is_read_by_characters_and_learnt(tmp_path, monkeypatch):
     write_sums(tmp_path / "shakespeare")
     tasks._shakespeare.cache_clear()
     try:
-        config = Config(task="shakespeare", split="contiguous", nodes=2, batch=4, rounds=15, method="dense")
+        config = Config(task="shakespeare", split="contiguous", nodes=2, batch=4, rounds=30, method="dense")
         run = Run(dataclasses.replace(config, learning_rate=0.1))
         text = run.task.corpus
         assert text.words == len(set("to be or not to be\n"))
         assert [len(text.train), len(text.validation), len(text.test)] == [12160, 1520, 1520]
         start = run.evaluate()["perplexity"]
-        for _ in range(15):
+        for _ in range(30):
             run.advance()
         assert run.evaluate()["perplexity"] < 0.8 * start
     finally:
@@ -267,7 +267,7 @@ def test_the_narrow_siblings_train(task, tmp_path, monkeypatch):
 def test_zarembas_large_model(tmp_path, monkeypatch):
     """Weights uniform in [-0.04, 0.04], 65 % dropout at three places, unroll 35."""
     monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
-    make_ptb(tmp_path, make_text(30, 3000), make_text(30, 300, 1), make_text(30, 300, 2))
+    make_ptb(tmp_path, make_text(30, 3000), make_text(30, 3000), make_text(30, 3000))
     tasks._ptb.cache_clear()
     try:
         task = load(Config(task="ptb", split="contiguous", batch=2))
@@ -275,8 +275,8 @@ def test_zarembas_large_model(tmp_path, monkeypatch):
         tasks._ptb.cache_clear()
     model = task.make_model().model
     for weight in model.parameters():
-        assert float(weight.abs().max()) <= 0.04
-    assert float(model.lstm.weight_hh_l1.std()) == pytest.approx(0.08 / 12**0.5, rel=0.01)
+        assert float(weight.detach().abs().max()) <= 0.04
+    assert float(model.lstm.weight_hh_l1.detach().std()) == pytest.approx(0.08 / 12**0.5, rel=0.01)
     assert (model.dropout.p, model.lstm.dropout, task.unroll) == (0.65, 0.65, 35)
     assert model.lstm.input_size == model.lstm.hidden_size == 1500
 

@@ -15,7 +15,7 @@ _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)
 # A number of steps, not an epoch: with a tenth of the examples kept back for tuning, an epoch has fewer steps, and
 # a rate that is stable with those need not be so in the runs that count.
 _FAR = Config(setting="federated", batch=32, local_steps=8, rounds=60, memory="none", evaluate_every=5)
-_RATES, _FAR_RATES = (0.005, 0.02, 0.08), (0.05, 0.1, 0.2)
+_RATES, _PLAIN_RATES, _FAR_RATES = (0.005, 0.02, 0.08), (0.08, 0.32, 1.28), (0.05, 0.1, 0.2)
 
 
 def _study(name: str, title: str, config: Config, rates: tuple[float, ...], rows: Sequence[Row]) -> Table:
@@ -63,6 +63,14 @@ STUDIES = {
         _each((("rtop-k", "nodes"),), [
             *((f"i.i.d., {note}", options) for note, options in _FROM_TOP_K),
             *((f"by class, {note}", {**options, "split": "class"}) for note, options in _FROM_TOP_K),
+        ]),
+    ),
+    "candidates-plain": _study(
+        "study-candidates-plain", "Among how many to draw, distributed, error feedback, no momentum, 99 %",
+        dataclasses.replace(_BATCHES, momentum=0.0), _PLAIN_RATES,
+        _each((("rtop-k", "nodes"),), [
+            (f"{told}, r = {r:g} k", {"r_over_k": r, "split": split})
+            for told, split in (("i.i.d.", "iid"), ("by class", "class")) for r in (1.0, 2.0, 5.0)
         ]),
     ),
     "candidates-federated": _study(

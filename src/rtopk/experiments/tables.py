@@ -165,11 +165,14 @@ TABLES = {
         _rows(
             ("dense", 1.0, 92.40), ("rtop-k", 0.01, 93.25), ("top-k", 0.01, 92.46), ("rtop-k", 0.001, 89.34),
             ("top-k", 0.001, 86.12), ("random-k", 0.01, 66.81), more=_RECEIVED, twice=(0.01, "nodes"),
-            also=tuple(
-                Row(method, density, note="no momentum", options=(("momentum", 0.0),))
-                for method, density in (
-                    ("rtop-k", 0.01), ("top-k", 0.01), ("rtop-k", 0.001), ("top-k", 0.001), ("dense", 1.0),
-                )
+            also=(
+                *(
+                    Row(method, density, note="no momentum", options=(("momentum", 0.0),))
+                    for method, density in (
+                        ("rtop-k", 0.01), ("top-k", 0.01), ("rtop-k", 0.001), ("top-k", 0.001), ("dense", 1.0),
+                    )
+                ),
+                Row("rtop-k", 0.01, note="r = 2 k, no momentum", options=(("momentum", 0.0), ("r_over_k", 2.0))),
             ),
         ),
         _setups(_CIFAR, _IMAGE_RATES, _CIFAR_SMALL, _SMALL_BATCH_RATES),
