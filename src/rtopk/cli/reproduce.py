@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from rtopk.experiments.standings import Standing
 
-_STUDIES = "warm-up, candidates, candidates-plain, candidates-federated, split, split-distributed, visits, momentum or nodes."
+_STUDIES = (
+    "warm-up, candidates, candidates-plain, candidates-federated, split, "
+    "split-distributed, visits, momentum or nodes."
+)
 
 
 def reproduce(
