@@ -64,6 +64,18 @@ def test_a_pickle_runs_no_code(tmp_path, protocol):
 
 
 @pytest.mark.parametrize(
+    "name", ["cnumpy.core.multiarray\n_reconstruct\n", "c_codecs\nencode\n", "cnumpy\nndarray\n"]
+)
+@pytest.mark.parametrize("state", ["(dS'__defaults__'\n(NNtsS'raw'\nS'x'\ns", "(N(dS'__defaults__'\nNst"])
+def test_a_pickle_cannot_alter_what_it_names(name, state):
+    """BUILD sets attributes of what is on the stack: of our stand-ins there is nothing to set."""
+    with pytest.raises(DataError):
+        cifar.read_python((name + state + "b.").encode(), "data_batch_1")
+    assert not any(hasattr(value, "__defaults__") for value in cifar._ADMITTED.values())
+    assert cifar._Array.raw == b""
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ({b"data": np.zeros((2, 3072), np.float32), b"labels": [1, 2]}, "array must be of bytes"),
@@ -184,16 +196,24 @@ def test_data_check_says_what_is_found(tmp_path):
         entry[0]: "ok" if entry[0] in ("CIFAR-10", "Penn Treebank") else "missing" for entry in inventory.SETS
     }
     assert "20 training and 4 test images" in sets["CIFAR-10"]["detail"]
+    assert "held to its own MD5SUMS" in sets["CIFAR-10"]["detail"]  # not the original, and it says so
     (tmp_path / "ptb" / "ptb.test.txt").write_text("")
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "ptb.test.txt is damaged" in result.stdout
 
 
+def test_a_folder_of_the_binary_version_that_lacks_a_file_is_told_so(tmp_path):
+    make_cifar(tmp_path, per_batch=2, binary=True)
+    (tmp_path / cifar.FOLDERS[1] / "test_batch.bin").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*test_batch\.bin"):
+        cifar.load_from(tmp_path / cifar.FOLDERS[1])
+
+
 def test_sums_must_name_every_file(tmp_path):
     make_ptb(tmp_path, train=" a b\n", valid=" a\n", test=" b\n")
     sums = tmp_path / "ptb" / "MD5SUMS"
-    sums.write_text("\n".join(sums.read_text().splitlines()[:2]))
+    sums.write_text("\n".join(sums.read_text().splitlines()[:2]) + "\nhalf-a-line\n")
     with pytest.raises(DataError, match=r"does not name ptb\..*\.txt"):
         corpus.verified(tmp_path / "ptb", corpus.PTB)
     write_sums(tmp_path / "ptb")

@@ -113,21 +113,30 @@ class _Type:
         pass  # byte order and the like: bytes have none
 
 
-def _empty(*_: Any) -> _Array:
-    return _Array()
+class _Empty:
+    """Makes an array. No function: a pickle can set the attributes of whatever has any."""
+
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> _Array:
+        return _Array()
 
 
-def _bytes(text: Any, encoding: Any) -> bytes:
-    """Stand in for the way in which Python 3 writes bytes into old pickles."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise DataError(f"bytes must be written as latin1, got {encoding!r}")
-    return text.encode("latin1")
+class _Bytes:
+    """Stands in for the way in which Python 3 writes bytes into old pickles."""
+
+    __slots__ = ()
+
+    def __call__(self, text: Any, encoding: Any) -> bytes:
+        if not isinstance(text, str) or encoding != "latin1":
+            raise DataError(f"bytes must be written as latin1, got {encoding!r}")
+        return text.encode("latin1")
 
 
 _ADMITTED: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _empty,
-    ("numpy._core.multiarray", "_reconstruct"): _empty,
-    ("_codecs", "encode"): _bytes,
+    ("numpy.core.multiarray", "_reconstruct"): _Empty(),
+    ("numpy._core.multiarray", "_reconstruct"): _Empty(),
+    ("_codecs", "encode"): _Bytes(),
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Type,
 }
