@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rtopk import RandomK, RTopK, Sparsifier, TopK, random_k, rtop_k, top_k
 from rtopk.seed import generator
-from rtopk.select import Tracker, draw
+from rtopk.select import Tracker, draw, usual
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -92,6 +92,10 @@ def test_no_global_generator_is_read_or_seeded():
     before = torch.get_rng_state()
     rtop_k(torch.randn(100, generator=generator(0)), 5, 20, generator(1))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_usual_rule_draws_from_twice_k_and_for_one_node_takes_the_largest():
+    assert [usual(nodes).considered(k=10, d=1000) for nodes in (1, 2, 3, 64)] == [10, 20, 20, 20]
 
 
 def test_rtop_k_selector_caps_r_and_takes_it_either_way():

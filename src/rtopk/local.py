@@ -19,7 +19,7 @@ from rtopk.layout import DenseRule, Layout, one_dimensional
 from rtopk.memory import Memory
 from rtopk.outer import Outer, by_name
 from rtopk.schedule import Schedule
-from rtopk.select import RTopK, Selector
+from rtopk.select import Selector, usual
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import AllGather
 
@@ -59,7 +59,7 @@ class LocalSGD:
         self.layout = Layout.of(model, dense)
         self.outer: Outer = pair.outer if pair else outer  # type: ignore[assignment]
         self.sparsifier = Sparsifier(
-            selector or RTopK(nodes=self.world),
+            selector or usual(self.world),
             density,
             memory if memory is not None else (pair.memory() if pair else None),
             Codec(values, fingerprint=self.layout.fingerprint),

@@ -149,6 +149,14 @@ class RTopK:
         return rtop_k(vector, k, self.considered(k, vector.numel()), rng)
 
 
+def usual(nodes: int) -> RTopK:
+    """Return the rule that users get who name none: k of the 2 k largest; for one node, the k largest.
+
+    The paper's r = n k is `RTopK(nodes=n)`. docs/decisions.md says why it is not this one.
+    """
+    return RTopK(r_over_k=min(2, nodes))
+
+
 _BY_RULE = (TopK.select, RandomK.select, RTopK.select)
 
 

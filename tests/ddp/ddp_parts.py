@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
-from rtopk import Codec, ErrorFeedback, Layout, RTopK, Sparsifier, average
+from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, average
 from rtopk.seed import derive, generator
+from rtopk.select import usual
 
 SMALL_BUCKETS = 0.0002  # MB: one bucket at first, four once DDP has rebuilt them
 
@@ -114,7 +115,7 @@ def reference(
     workers = [
         {
             name: Sparsifier(
-                selector or RTopK(nodes=nodes),
+                selector or usual(nodes),
                 density,
                 memory(),
                 Codec(values, rounding, layout.fingerprint, fixed=True, dense_size=layout.dense_size),

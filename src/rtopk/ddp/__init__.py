@@ -52,7 +52,7 @@ def register(
     memory: str | Callable[[], Memory] = "error-feedback",
     values: str = "fp32",
     rounding: Literal["nearest", "stochastic"] = "nearest",
-    mean: Mean = "nodes",
+    mean: Mean | None = None,
     weights: Sequence[float] | None = None,
     clip_norm: float | None = None,
     scope: Scope = "global",
@@ -70,12 +70,13 @@ def register(
     """Make a DDP model exchange rTop-k payloads; every rank calls it, with the same options.
 
     density: share of the entries that is sent, or a schedule such as rtopk.warm_up.
-    selector: who is sent; RTopK(nodes=world size) by default, so r = world size times k. Dealt(world size)
-        lets no two ranks send the same entry (docs/rivals.md).
+    selector: who is sent; by default k drawn from the 2 k largest, RTopK(r_over_k=2), on one rank the k largest.
+        RTopK(nodes=world size) is the paper's, Dealt(world size) lets no two ranks send the same entry.
     memory: "error-feedback", "momentum-correction", "none", or a function that makes a memory.
     values: how values travel: "fp32" as they are, or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     rounding: "nearest", or "stochastic"; what it loses stays in the residual.
-    mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry.
+    mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry; by default
+        "nodes", and "received" without a memory.
     weights: the ranks' shares in the mean, for instance their numbers of examples; equal by default.
     clip_norm: shorten each rank's gradient to this norm before it is added to the memory, as DGC does.
     scope: "global" selects over the whole model, in one collective at the end of backward; "bucket" selects

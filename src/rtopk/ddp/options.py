@@ -23,7 +23,7 @@ from rtopk.layout import DenseRule
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from rtopk.rivals import Dealt, RAgeK, Rule, Threshold
 from rtopk.schedule import Schedule, as_schedule
-from rtopk.select import RTopK
+from rtopk.select import usual
 from rtopk.transport import AllGather
 
 Scope = Literal["global", "bucket"]
@@ -69,6 +69,8 @@ class Options:
         **others: Any,
     ) -> "Options":
         """Fill in the defaults that depend on the number of nodes; refuse what makes no sense."""
+        if others["mean"] is None:  # without a memory, what is divided by ranks that did not send it is lost
+            others["mean"] = "received" if memory == "none" else "nodes"
         for name, allowed in (
             ("mean", Mean),
             ("scope", Scope),
@@ -100,9 +102,7 @@ class Options:
                 "clip_norm bounds the norm of the whole gradient, which scope='bucket' never sees; "
                 "use scope='global' or clip the averaged gradient yourself"
             )
-        options = cls(
-            as_schedule(density), RTopK(nodes=nodes) if selector is None else selector, make, **others
-        )
+        options = cls(as_schedule(density), usual(nodes) if selector is None else selector, make, **others)
         options.codec()  # refuses unknown values
         return options
 

@@ -29,7 +29,7 @@ log = logging.getLogger("rtopk.flower")
 class RTopKMod:
     """Compress the updates of a client; give it to `ClientApp(mods=[...])`.
 
-    `density` is a number or a schedule of the round; `selector` None is rTop-k with r = nodes x k; `memory`
+    `density` is a number or a schedule of the round; `selector` None is rTop-k with r = 2 k; `memory`
     makes the memory of a new client (`NoMemory` for none); `values` and `rounding` are the codec's. `store` is
     the folder of the client's state; without it the state is in Flower's context and does not survive a
     restart. `client_id` is a name that stays the same over restarts, or a function of the context; without

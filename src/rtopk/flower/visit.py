@@ -34,7 +34,7 @@ from rtopk.flower.transaction import Statement, Transaction
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule
 from rtopk.seed import derive
-from rtopk.select import RTopK, Selector
+from rtopk.select import Selector, usual
 from rtopk.sparsifier import Sparsifier
 
 log = logging.getLogger("rtopk.flower")
@@ -167,7 +167,7 @@ class Visit:
                 layout.size,
             )
         sparsifier = Sparsifier(
-            how.selector or RTopK(nodes=as_int(self.header["nodes"])),
+            how.selector or usual(as_int(self.header["nodes"])),
             how.density,
             how.memory(),
             Codec(how.values, how.rounding, layout.fingerprint),
