@@ -254,9 +254,9 @@ def test_wrong_use(options, message):
     assert message in result.stderr
 
 
-def written(path, row, scores, scale="small", validation=40.0):
-    """Write the tuning and result records of a row of table 2 as runs would have."""
-    chosen = TABLES[2]
+def written(path, row, scores, scale="small", validation=40.0, number=2):
+    """Write the tuning and result records of a row of a table as runs would have."""
+    chosen = TABLES[number]
     for place, rate in enumerate(chosen.setups[scale].rates):
         for config in chosen.tuning(scale, row, rate):
             append(path, made(config, validation + (place == 1)))
@@ -286,6 +286,20 @@ def test_the_better_mean_is_chosen_on_validation_data_and_the_paper_keeps_its_le
     assert pair.paper == pytest.approx(6.40)
 
 
+def test_rows_with_a_note_are_compared_with_each_other(tmp_path):
+    file = results_file(tmp_path, TABLES[1], "small")
+    for row in TABLES[1].rows:
+        if row.method in ("rtop-k", "top-k", "dense") and row.density in (0.01, 1.0):
+            written(file, row, [50.0 + len(row.note), 51.0 + len(row.note)], number=1)
+    pairs = [
+        (p.first.row.note, p.second.row.label) for p in comparisons(standings(TABLES[1], "small", tmp_path))
+    ]
+    assert pairs == [
+        ("", "Top-k 99 %"), ("", "baseline"),
+        ("no momentum", "Top-k 99 %, no momentum"), ("no momentum", "baseline, no momentum"),
+    ]  # fmt: skip
+
+
 def test_standings_compare_with_intervals(tmp_path):
     file = results_file(tmp_path, TABLES[2], "small")
     rows = {(row.method, row.density, row.mean): row for row in TABLES[2].rows if not row.note}
@@ -306,7 +320,7 @@ def test_standings_compare_with_intervals(tmp_path):
     assert set(against) == {"Top-k 99 %", "baseline"}
     top = against["Top-k 99 %"]
     assert top.first.row.mean == "nodes"  # each method with its better mean
-    assert not top.first.row.note
+    assert not top.first.row.note  # an r of our own has nothing to be compared with
     assert (top.advantage, top.verdict) == (-5.0, "behind")
     assert top.paper == pytest.approx(6.40)
     assert top.half_width == pytest.approx(2.776 * (2 / 3) ** 0.5, rel=1e-3)  # t(0.975, 4)

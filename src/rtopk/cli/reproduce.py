@@ -92,7 +92,7 @@ def reproduce(
     for pair in comparisons(found) if table else []:
         width = "" if pair.half_width == inf else f" ± {pair.half_width:.2f}"
         console.print(
-            f"rTop-k against {pair.second.row.label}: {pair.advantage:+.2f}{width}, {pair.verdict}",
+            f"{pair.first.row.label} against {pair.second.row.label}: {pair.advantage:+.2f}{width}, {pair.verdict}",
             highlight=False,
         )
 

@@ -51,11 +51,11 @@ def _orderings(pairs: Sequence[Comparison]) -> list[str]:
     if not pairs:
         return []
     lines = [
-        "| rTop-k against | paper's lead | our lead | rTop-k is | as in the paper |",
+        "| rTop-k against another | paper's lead | our lead | rTop-k is | as in the paper |",
         "| --- | ---: | ---: | --- | --- |",
     ]
     for pair in pairs:
-        name = f"{pair.second.row.label} (at {100 * (1 - pair.first.row.density):.4g} %)"
+        name = f"{pair.first.row.label} against {pair.second.row.label}"
         paper = "" if pair.paper is None else f"{pair.paper:+.2f}"
         width = "" if pair.half_width == math.inf else f" ± {pair.half_width:.2f}"
         same = "" if pair.paper is None else _agrees(pair)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -105,24 +106,26 @@ def compare(first: Standing, second: Standing, figures: Mapping[Kind, float]) ->
     return Comparison(first, second, advantage, welch(first.scores, second.scores), paper)
 
 
-def best(rows: Sequence[Standing], method: str, density: float) -> Standing | None:
-    """Return a method's better mean at a density, by validation data; rows with options of our own do not count."""
+def best(rows: Sequence[Standing], method: str, density: float, note: str = "") -> Standing | None:
+    """Return a method's better mean at a density, by validation data, among the rows with a note."""
     fitting = [
         s
         for s in rows
-        if s.row.method == method and (method == "dense" or s.row.density == density) and not s.row.options
+        if s.row.method == method and (method == "dense" or s.row.density == density) and s.row.note == note
     ]
     return max(fitting, key=lambda s: s.validation, default=None)
 
 
 def comparisons(rows: Sequence[Standing]) -> list[Comparison]:
-    """Return rTop-k against each other method at the same density, each with its better mean."""
+    """Return rTop-k against each other method at the same density and note, each with its better mean."""
     figures = {(s.row.method, s.row.density): s.row.paper for s in rows if s.row.paper is not None}
     found = []
-    for density in sorted({s.row.density for s in rows if s.row.method == "rtop-k"}, reverse=True):
-        ours = best(rows, "rtop-k", density)
+    notes = dict.fromkeys(s.row.note for s in rows)  # the paper's rows, without one, come first
+    densities = sorted({s.row.density for s in rows if s.row.method == "rtop-k"}, reverse=True)
+    for note, density in product(notes, densities):
+        ours = best(rows, "rtop-k", density, note)
         for rival in ("top-k", "random-k", "dense"):
-            other = best(rows, rival, density)
+            other = best(rows, rival, density, note)
             if ours is not None and other is not None:
                 found.append(compare(ours, other, figures))
     return found
