@@ -89,7 +89,7 @@ def reproduce(
         print_json({"table": chosen.name, "scale": scale, "rows": [_plain(standing) for standing in found]})
         return
     console.print(_layout(chosen.heading(size), size, found))
-    for pair in comparisons(found) if table else []:
+    for pair in comparisons(found):
         width = "" if pair.half_width == inf else f" ± {pair.half_width:.2f}"
         console.print(
             f"{pair.first.row.label} against {pair.second.row.label}: {pair.advantage:+.2f}{width}, {pair.verdict}",

@@ -21,8 +21,9 @@ def render_table(heading: str, table: Table, scale: Scale, results: Path) -> str
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         *[_line(row, found.get(row)) for row in table.rows],
     ]
+    if pairs := comparisons(list(found.values())):
+        lines += ["", *_orderings(pairs, beside_paper=table.figure is not None)]
     if table.figure is not None:
-        lines += ["", *_orderings(comparisons(list(found.values())))]
         lines += ["", f"![As the paper's figure {table.figure}](pictures/figure-{table.figure}.png)"]
     missing = [row.label for row in table.rows if row not in found]
     few = min(len(standing.records) for standing in found.values())
@@ -47,19 +48,20 @@ def _line(row: Row, standing: Standing | None) -> str:
     )
 
 
-def _orderings(pairs: Sequence[Comparison]) -> list[str]:
-    if not pairs:
-        return []
-    lines = [
-        "| rTop-k against another | paper's lead | our lead | rTop-k is | as in the paper |",
-        "| --- | ---: | ---: | --- | --- |",
-    ]
+def _orderings(pairs: Sequence[Comparison], beside_paper: bool) -> list[str]:
+    lines = ["| rTop-k against another | our lead | rTop-k is |", "| --- | ---: | --- |"]
+    if beside_paper:
+        lines = [
+            line + more
+            for line, more in zip(lines, (" paper's lead | as in the paper |", " ---: | --- |"), strict=True)
+        ]
     for pair in pairs:
         name = f"{pair.first.row.label} against {pair.second.row.label}"
-        paper = "" if pair.paper is None else f"{pair.paper:+.2f}"
         width = "" if pair.half_width == math.inf else f" ± {pair.half_width:.2f}"
-        same = "" if pair.paper is None else _agrees(pair)
-        lines.append(f"| {name} | {paper} | {pair.advantage:+.2f}{width} | {pair.verdict} | {same} |")
+        line = f"| {name} | {pair.advantage:+.2f}{width} | {pair.verdict} |"
+        if beside_paper:
+            line += " | |" if pair.paper is None else f" {pair.paper:+.2f} | {_agrees(pair)} |"
+        lines.append(line)
     return lines
 
 
