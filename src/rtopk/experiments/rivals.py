@@ -106,14 +106,12 @@ def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback
     )
 
 
-def _small(
-    number: int, name: str, rounds: int, split: Split, threshold: float, rates: tuple[float, ...]
-) -> Panel:
+def _small(number: int, name: str, split: Split, threshold: float, rates: tuple[float, ...]) -> Panel:
     """Take the small set-up of a federated table, shorter, and without warm-up, whose bytes would differ."""
     config = dataclasses.replace(
         table(number).setups["small"].config,
         local_steps=10,
-        rounds=rounds,
+        rounds=60,
         evaluate_every=10,
         warm_up=0,
         split=split,
@@ -139,13 +137,9 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         _digits("federated", "class"),
     ),
     "cifar10": (
-        _small(
-            2, "CIFAR-10, federated, split by class", 100, "class", 0.02, (0.005, 0.015, 0.045, 0.135, 0.405)
-        ),
+        _small(2, "CIFAR-10, federated, split by class", "class", 0.02, (0.005, 0.015, 0.045, 0.135, 0.405)),
     ),
-    "ptb": (
-        _small(5, "PTB, federated, no memory", 60, "contiguous", 0.05, (1.0, 3.0, 9.0, 27.0, 81.0, 243.0)),
-    ),
+    "ptb": (_small(5, "PTB, federated, no memory", "contiguous", 0.05, (1.0, 3.0, 9.0, 27.0, 81.0, 243.0)),),
 }
 
 
