@@ -131,11 +131,7 @@ def _small(number: int, name: str, split: Split, threshold: float, rates: tuple[
 
 
 PANELS: dict[str, tuple[Panel, ...]] = {
-    "digits": (
-        _digits("federated", "class", "none"),
-        _digits("distributed", "iid"),
-        _digits("federated", "class"),
-    ),
+    "digits": (_digits("federated", "class", "none"), _digits("distributed", "iid")),
     "cifar10": (
         _small(2, "CIFAR-10, federated, split by class", "class", 0.02, (0.005, 0.015, 0.045, 0.135, 0.405)),
     ),
