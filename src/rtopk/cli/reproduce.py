@@ -23,7 +23,7 @@ _STUDIES = (
 def reproduce(
     table: int = typer.Option(0, min=0, max=5, help="Which of the paper's tables: 1 to 5."),
     study: str = typer.Option("", help="A study instead: " + _STUDIES),
-    scale: str = typer.Option("small", help="smoke (seconds), small (an hour), paper (GPUs)."),
+    scale: str = typer.Option("small", help="smoke (seconds), small (an hour or two), paper (GPUs)."),
     rows: str = typer.Option("all", help="all; paper: those with a figure there; or a part of their labels."),
     seeds: int = typer.Option(3, min=1, help="Runs of each row, with different seeds."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
