@@ -111,7 +111,7 @@ STUDIES = {
         "study-nodes", "Number of nodes, by class, federated, no memory, 99 %",
         dataclasses.replace(_FAR, split="class"), _FAR_RATES,
         _each(_BOTH_MEANS, (
-            ("2 nodes", {"nodes": 2}), ("5 nodes", {}), ("10 nodes", {"nodes": 10}), ("20 nodes", {"nodes": 20}),
+            ("2 nodes", {"nodes": 2}), ("5 nodes", {}), ("10 nodes", {"nodes": 10}),
         )),
     ),
 }  # fmt: skip
