@@ -36,7 +36,7 @@ def score_against_budget(standings: Sequence[Standing], path: Path) -> None:
     panels = list(dict.fromkeys(standing.panel for standing in standings))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.2 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(max(6.4, 5.2 * columns), 4.2 * rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):
@@ -70,8 +70,9 @@ def score_against_budget(standings: Sequence[Standing], path: Path) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     axes[0][0].set_ylabel(standings[0].records[0]["metric"])
-    figure.legend(list(handles.values()), list(handles), loc="lower center", ncol=5, fontsize=8)
-    figure.tight_layout(rect=(0, 0.02 + 0.05 * (-(-len(handles) // 5)) / rows, 1, 1))
+    beside = 3 if columns == 1 else 5
+    figure.legend(list(handles.values()), list(handles), loc="lower center", ncol=beside, fontsize=8)
+    figure.tight_layout(rect=(0, 0.02 + 0.05 * (-(-len(handles) // beside)) / rows, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
