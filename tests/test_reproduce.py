@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from rtopk.cli import app
+from rtopk.cli.reproduce import _STUDIES as HELP
 from rtopk.experiments.config import Config
 from rtopk.experiments.records import append, read
 from rtopk.experiments.render import BEGIN, END, insert
@@ -99,6 +100,12 @@ def test_studies_run(name, tmp_path):
     for row in chosen.rows:  # at the scale that counts
         for config in chosen.tuning("small", row, 0.1):
             assert config.rounds == chosen.results("small", row, 0.1, 1)[0].rounds
+
+
+def test_the_help_names_every_study():
+    """It is written by hand: the command's help must not import the experiments."""
+    told = HELP.rstrip(".").replace(" or ", ", ").split(", ")
+    assert sorted(told) == sorted(STUDIES)
 
 
 def test_tables_are_the_papers():
