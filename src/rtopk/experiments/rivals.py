@@ -151,7 +151,13 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     ),
     "ptb": (
         _small(
-            5, "PTB, federated, no memory", 150, 20, "contiguous", 0.05, (1.0, 3.0, 9.0, 27.0, 81.0, 243.0)
+            5,
+            "PTB, federated, no memory",
+            150,
+            20,
+            "contiguous",
+            0.05,
+            (0.75, 1.5, 3.0, 6.0, 12.0, 24.0, 48.0, 96.0, 192.0, 384.0),
         ),
     ),
 }
