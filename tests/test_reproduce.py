@@ -27,7 +27,7 @@ from rtopk.experiments.tables import TABLES, check_scale, table
 from rtopk.experiments.tasks import TASKS
 from rtopk.experiments.train import Run
 from rtopk.experiments.tuning import tuning
-from tiny_data import make_cifar, make_folder, make_ptb, make_text
+from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def tiny(tmp_path_factory):
             {f"n{i}": [("RGB", (64, 64))] * 7 + [("L", (64, 64))] for i in range(5)},
         )
     make_ptb(root, make_text(50, 2000), make_text(50, 300, 1), make_text(50, 300, 2))
+    make_shakespeare(root, make_text(50, 5000))
     return root
 
 
@@ -52,7 +53,7 @@ def quietly(what, configs, names):
 def data(tiny, monkeypatch):
     from rtopk.experiments import tasks
 
-    cached = (tasks.cifar10, tasks.tiny_imagenet, tasks._ptb)
+    cached = (tasks.cifar10, tasks.tiny_imagenet, tasks._ptb, tasks._shakespeare)
     monkeypatch.setenv("RTOPK_DATA", str(tiny))
     for one in cached:
         one.cache_clear()
@@ -176,7 +177,7 @@ def test_a_rate_that_diverged_is_not_chosen_whatever_it_had_reached():
     assert tuning(TABLES[2], "small", row, records).rate == 0.015
 
 
-@pytest.mark.parametrize("task", ["cifar10", "ptb"])
+@pytest.mark.parametrize("task", ["cifar10", "imagenet", "ptb", "shakespeare"])
 def test_rivals_run_on_the_tables_tasks(task, data, tmp_path):
     command = ["rivals", "--task", task, "--smoke", "--seeds", "1", "--jobs", "1", "--json"]
     folders = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]

@@ -17,7 +17,7 @@ from rtopk.experiments.shards import Streams
 from rtopk.experiments.tasks import load
 from rtopk.experiments.train import Run, seeded
 from rtopk.seed import generator
-from tiny_data import make_cifar, make_folder, make_ptb, make_text, write_sums
+from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 
 
 def text_task(batch=2, words=12, tokens=400):
@@ -226,9 +226,7 @@ def test_classes_of_training_and_validation_must_agree(tmp_path, monkeypatch):
 
 def test_shakespeare_is_read_by_characters_and_learnt(tmp_path, monkeypatch):
     monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
-    (tmp_path / "shakespeare").mkdir()
-    (tmp_path / "shakespeare" / "input.txt").write_text("to be or not to be\n" * 800)
-    write_sums(tmp_path / "shakespeare")
+    make_shakespeare(tmp_path, "to be or not to be\n" * 800)
     tasks._shakespeare.cache_clear()
     try:
         config = Config(task="shakespeare", split="contiguous", nodes=2, batch=4, rounds=30, method="dense")

@@ -46,6 +46,14 @@ def make_ptb(root, train, valid, test):
     write_sums(folder)
 
 
+def make_shakespeare(root, text):
+    """Write the one file of tiny Shakespeare."""
+    folder = root / "shakespeare"
+    folder.mkdir()
+    (folder / "input.txt").write_text(text)
+    write_sums(folder)
+
+
 def make_folder(root, classes):
     """Write images of the given modes and (width, height), one folder per class."""
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def rivals(
-    task: str = typer.Option("digits", help="digits, cifar10 or ptb; the last two need data."),
+    task: str = typer.Option("digits", help="digits, or with data cifar10, imagenet, ptb, shakespeare."),
     seeds: int = typer.Option(3, min=1, help="Runs of each result, with different seeds."),
     jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
     results: Path = typer.Option(Path("results"), help="Folder of the records."),
