@@ -18,7 +18,7 @@ from rtopk.cli import app
 from rtopk.cli.reproduce import _STUDIES as HELP
 from rtopk.experiments.config import Config
 from rtopk.experiments.records import append, read
-from rtopk.experiments.render import BEGIN, END, insert
+from rtopk.experiments.render import BEGIN, END, insert, render_all
 from rtopk.experiments.reproduce import results_file, run_table
 from rtopk.experiments.runner import key_of, run_all
 from rtopk.experiments.standings import comparisons, standings
@@ -357,6 +357,12 @@ def test_tables_are_rendered_and_drawn(tmp_path):
     assert not (tmp_path / "figure-2.png").exists()
     with pytest.raises(ValueError, match="the page must hold the lines"):
         insert("no marks", "tables")
+
+
+def test_the_page_says_what_the_records_say():
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "reproduction.md").read_text()
+    assert insert(page, render_all("small", root / "results")) == page
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from rtopk.cli import app
 from rtopk.experiments.equal_bytes import CLOSE, follow
 from rtopk.experiments.heats import Ledger, play
+from rtopk.experiments.render_rivals import marks
 from rtopk.experiments.rivals import PANELS, Budget, Entrant
 from rtopk.experiments.tables import TUNING_SEED
 
@@ -116,6 +118,51 @@ def test_smoke_runs_goes_on_and_shows_what_is_recorded(tmp_path):
     }
     table = CliRunner().invoke(app, [*[c for c in command if c != "--json"], *folders, "--recorded"])
     assert "digits, distributed, i.i.d." in table.stdout
+
+
+def test_a_page_takes_the_tables_between_its_marks(tmp_path):
+    begin, end = marks("digits")
+    page = tmp_path / "page.md"
+    page.write_text("no marks\n")
+    folders = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]
+    command = ["rivals", "--smoke", "--seeds", "1", "--jobs", "1", *folders, "--write", str(page)]
+    refused = CliRunner().invoke(app, command)
+    assert f"the page must hold the lines {begin} and {end}" in str(refused.exception)
+    assert not list(tmp_path.glob("*.jsonl"))  # before any run
+    page.write_text(f"before\n{begin}\nstale\n{end}\nafter\n")
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "stale" not in text
+    assert text.startswith(f"before\n{begin}\n\ndigits, federated")
+    assert text.endswith(f"|\n\n{end}\nafter\n")
+    panels = text.split("digits, distributed, i.i.d.; accuracy, higher is better:\n\n")
+    assert len(panels) == 2
+    for panel in panels:  # every entrant in the panel's order, its score under its budget
+        rows = [
+            [cell.strip() for cell in line.split("|")[1:-1]] for line in panel.splitlines() if "|" in line
+        ]
+        assert [row[0] for row in rows[2:]] == [
+            "dense", "top-k", "dealt-k, 4bit, received", "rage-k", "powersgd", "threshold",
+        ]  # fmt: skip
+        at = {head.split("(")[1]: number for number, head in enumerate(rows[0]) if number}
+        for row in rows[3:]:
+            budget = "PowerSGD rank 1)" if row[0] in ("powersgd", "threshold") else "top-k 1 %)"
+            assert [bool(cell) for cell in row[1:]] == [number == at[budget] for number in (1, 2)]
+
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+@pytest.mark.parametrize("task", [task for task in PANELS if (RESULTS / f"rivals-{task}.jsonl").exists()])
+def test_the_page_says_what_the_records_say(task, tmp_path):
+    page = RESULTS.parent / "docs" / "rivals.md"
+    copy = tmp_path / "rivals.md"
+    copy.write_text(page.read_text())
+    command = ["rivals", "--task", task, "--recorded", "--results", str(RESULTS), "--write", str(copy)]
+    result = CliRunner().invoke(app, [*command, "--picture", str(tmp_path / "picture.png")])
+    assert result.exit_code == 0, result.output
+    assert copy.read_text() == page.read_text()
 
 
 def test_nothing_recorded_is_an_error(tmp_path):

@@ -22,6 +22,7 @@ def rivals(
     work: Path = typer.Option(Path("runs/rivals"), help="Folder of runs under way."),
     picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
     recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
+    write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
     device: str | None = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu."),
     smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
@@ -41,10 +42,14 @@ def rivals(
     from rtopk.experiments.equal_bytes import follow
     from rtopk.experiments.heats import Ledger, heats, note, play
     from rtopk.experiments.plot_rivals import score_against_budget
+    from rtopk.experiments.render import insert
+    from rtopk.experiments.render_rivals import markdown, marks
 
     if task not in data.PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
     panels = [data.smoke(panel) for panel in data.PANELS[task][-2:]] if smoke else list(data.PANELS[task])
+    if write is not None:
+        insert(write.read_text(), "", *marks(task))  # now, not after an hour
     if data_dir is not None:
         os.environ[VARIABLE] = str(data_dir)  # the workers inherit it
     if device is not None:
@@ -71,14 +76,15 @@ def rivals(
             note(file, standing)
     picture = picture or results / f"rivals-{task}{'-smoke' if smoke else ''}.png"
     score_against_budget(standings, picture)
+    by_panel = [found for panel in panels if (found := [s for s in standings if s.panel == panel])]
+    if write is not None:
+        write.write_text(insert(write.read_text(), markdown(by_panel), *marks(task)))
     if as_json:
         print_json({"rows": [_row(s) for s in standings], "results": str(file), "picture": str(picture)})
         return
-    for panel in panels:
-        here = [standing for standing in standings if standing.panel == panel]
-        if here:
-            console.print(_table(here))
-            console.print()
+    for here in by_panel:
+        console.print(_table(here))
+        console.print()
     console.print(f"Records: {file}\nPicture: {picture}")
 
 
@@ -95,45 +101,14 @@ def _row(standing: "Standing") -> dict[str, object]:
 
 
 def _table(standings: Sequence["Standing"]) -> "Table":
-    """Lay out a panel: a row per entrant, a column per budget; Markdown, so that docs can hold it.
-
-    A star: the best rate is at the edge of the grid.
-    """
-    from statistics import mean
-
-    from rich import box
     from rich.table import Table
 
-    panel = standings[0].panel
-    budgets = list(
-        {budget: None for budget, _ in panel.budgets if any(s.budget == budget for s in standings)}
-    )
-    budgets.sort(key=lambda budget: next(s.target for s in standings if s.budget == budget))
-    table = Table(title=panel.name, title_justify="left", box=box.MARKDOWN)
-    table.add_column("method")
-    for budget in budgets:
-        target = next(s.target for s in standings if s.budget == budget)
-        table.add_column(f"{target:,.0f} bytes ({budget.label})", justify="right")
-    for entrant in dict.fromkeys(standing.entrant for standing in standings):
-        cells = []
-        for budget in budgets:
-            at = budget if entrant.method != "dense" else None
-            found = [s for s in standings if s.entrant == entrant and s.budget == at]
-            if not found or (entrant.method == "dense" and budget != budgets[0]):
-                cells.append("")
-                continue
-            score = f"{mean(found[0].scores):.1f}"
-            if len(found[0].scores) > 1:
-                score += f" ± {found[0].half_width:.1f}"
-            score += "*" if found[0].at_edge else ""
-            off = 100 * (found[0].bytes / found[0].target - 1) if at else 0.0
-            more = (
-                f" ({found[0].bytes:,.0f} bytes)"
-                if at is None
-                else f" ({off:+.0f} %)"
-                if abs(off) >= 3
-                else ""
-            )
-            cells.append(score + more)
-        table.add_row(entrant.label, *cells)
+    from rtopk.experiments.render_rivals import grid
+
+    heads, rows = grid(standings)
+    table = Table(title=standings[0].panel.name, title_justify="left")
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -89,10 +89,10 @@ def render_all(scale: Scale, results: Path) -> str:
 BEGIN, END = "<!-- tables: begin (written by `rtopk tables`) -->", "<!-- tables: end -->"
 
 
-def insert(page: str, tables: str) -> str:
+def insert(page: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
     """Return the page with the tables between its two marks."""
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page must hold the lines {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{tables}\n{END}{tail}"
+    head, first, rest = page.partition(begin)
+    _, last, tail = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"the page must hold the lines {begin} and {end}")
+    return f"{head}{begin}\n\n{tables}\n{end}{tail}"
