@@ -32,8 +32,8 @@ def rivals(
 
     Each method's density, threshold or rank is fitted to the same bytes per
     round, its learning rate is tuned on validation data on one grid, and it
-    runs on test data with every seed. A task takes half an hour to an hour
-    on one core. The same command goes on where it was stopped.
+    runs on test data with every seed. A task takes one core for half an hour
+    (imagenet) to three hours (ptb). The same command goes on where it stopped.
     """
     from rtopk.cli.show import console, make_progress, print_json
     from rtopk.experiments import rivals as data
