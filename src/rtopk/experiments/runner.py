@@ -166,10 +166,10 @@ def _leave_with_parent() -> None:
         return
     parent.join()
     _alone.set()
-    with (
-        _busy
-    ):  # a pool's worker would wait for its next task forever: it holds the other end of the queue too
-        os._exit(1)
+    with _busy:
+        os._exit(
+            1
+        )  # a pool's worker would wait for its next task forever: it holds the queue's other end too
 
 
 def _work(config: Config, folder: Path) -> Record:
