@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from rtopk import rtop_k
+from rtopk import NoMemory, rtop_k
 from rtopk.local import LocalSGD
 from rtopk.outer import SGD, DecayedErrorFeedback, Nesterov, by_name
 from rtopk.seed import generator
@@ -83,6 +83,12 @@ def test_one_rank_at_density_one_is_plain_training():
     train(plain, LocalSGD(make(), 100), 9, 0)
     assert local.round == 3
     assert torch.allclose(model.weight, plain.weight, atol=1e-6)
+
+
+def test_the_mean_follows_the_memory():
+    assert LocalSGD(make(), 1).mean == "nodes"
+    assert LocalSGD(make(), 1, memory=NoMemory()).mean == "received"
+    assert LocalSGD(make(), 1, memory=NoMemory(), mean="nodes").mean == "nodes"
 
 
 @pytest.mark.parametrize("outer", ["sgd", "nesterov", "sparseloco"])

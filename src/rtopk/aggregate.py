@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import compilable, take_out_
+from rtopk.memory import Memory, NoMemory
 from rtopk.sparse import SparseVector
 from rtopk.union import union
 
 Mean = Literal["nodes", "received"]
+
+
+def usual_mean(memory: Memory) -> Mean:
+    """Return the mean that suits a memory: without one, what is divided by nodes that did not send it is lost."""
+    return "received" if isinstance(memory, NoMemory) else "nodes"
 
 
 def average(

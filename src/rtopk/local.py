@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rtopk.aggregate import Mean, average
+from rtopk.aggregate import Mean, average, usual_mean
 from rtopk.codec import Codec
 from rtopk.layout import DenseRule, Layout, one_dimensional
 from rtopk.memory import Memory
@@ -28,7 +28,7 @@ class LocalSGD:
     """Count local steps and let the ranks meet every `local_steps`; call `step()` after the optimizer's.
 
     All ranks must start from the same weights; that is checked. Without an initialised process group the
-    world is one rank.
+    world is one rank. The mean is over all ranks, and without a memory over those that sent an entry.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LocalSGD:
         outer: str | Outer = "sgd",
         memory: Memory | None = None,
         values: str = "fp32",
-        mean: Mean = "nodes",
+        mean: Mean | None = None,
         dense: DenseRule = one_dimensional,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -51,7 +51,6 @@ class LocalSGD:
         pair = by_name(outer) if isinstance(outer, str) else None
         self.model = model
         self.local_steps = local_steps
-        self.mean: Mean = mean
         distributed = dist.is_available() and dist.is_initialized()
         self.transport = AllGather(group) if distributed and dist.get_world_size(group) > 1 else None
         self.rank = self.transport.rank if self.transport else 0
@@ -67,6 +66,7 @@ class LocalSGD:
             node=self.rank,
             layout=self.layout,
         )
+        self.mean: Mean = mean or usual_mean(self.sparsifier.memory)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.common = self._vector()
         self.steps = 0

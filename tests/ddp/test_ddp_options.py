@@ -2,7 +2,7 @@
 
 import pytest
 
-from rtopk import RTopK, layout
+from rtopk import ErrorFeedback, NoMemory, RTopK, layout
 from rtopk.ddp.options import Options
 
 OTHERS = {
@@ -13,7 +13,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("memory", "mean"), [("error-feedback", "nodes"), ("momentum-correction", "nodes"),
-                                              ("none", "received")])  # fmt: skip
+                                              ("none", "received"), (NoMemory, "received"),
+                                              (lambda: ErrorFeedback(), "nodes")])  # fmt: skip
 def test_the_mean_follows_the_memory(memory, mean):
     assert Options.check(4, 0.01, None, memory, **OTHERS).mean == mean
     assert Options.check(4, 0.01, None, memory, **{**OTHERS, "mean": "nodes"}).mean == "nodes"

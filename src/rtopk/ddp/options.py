@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from rtopk.aggregate import Mean
+from rtopk.aggregate import Mean, usual_mean
 from rtopk.codec import Codec
 from rtopk.ddp.control import by_rank
 from rtopk.layout import DenseRule
@@ -68,9 +68,17 @@ class Options:
         memory: str | Callable[[], Memory],
         **others: Any,
     ) -> "Options":
-        """Fill in the defaults that depend on the number of nodes; refuse what makes no sense."""
-        if others["mean"] is None:  # without a memory, what is divided by ranks that did not send it is lost
-            others["mean"] = "received" if memory == "none" else "nodes"
+        """Fill in the defaults that depend on nodes and memory; refuse what makes no sense."""
+        if isinstance(memory, str):
+            if memory not in MEMORIES:
+                raise ValueError(
+                    f"memory must be one of {tuple(MEMORIES)} or a function that makes one, got {memory!r}"
+                )
+            make = MEMORIES[memory]
+        else:
+            make = memory
+        made = make()
+        others["mean"] = usual_mean(made) if others["mean"] is None else others["mean"]
         for name, allowed in (
             ("mean", Mean),
             ("scope", Scope),
@@ -82,21 +90,13 @@ class Options:
         for name, least in (("dense_steps", 0), ("verify_every", 0), ("max_skips", 1)):
             if others[name] < least:
                 raise ValueError(f"{name} must be at least {least}, got {others[name]}")
-        if isinstance(memory, str):
-            if memory not in MEMORIES:
-                raise ValueError(
-                    f"memory must be one of {tuple(MEMORIES)} or a function that makes one, got {memory!r}"
-                )
-            make = MEMORIES[memory]
-        else:
-            make = memory
         refuse_selector(selector, nodes)
         clip_norm, weights = others["clip_norm"], others["weights"]
         if clip_norm is not None and not 0.0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {clip_norm}")
         if weights is not None and len(weights) != nodes:
             raise ValueError(f"{nodes} ranks need as many weights, got {len(weights)}")
-        own_clip = getattr(make(), "clip_norm", None)
+        own_clip = getattr(made, "clip_norm", None)
         if others["scope"] == "bucket" and (clip_norm is not None or own_clip is not None):
             raise ValueError(
                 "clip_norm bounds the norm of the whole gradient, which scope='bucket' never sees; "
