@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-slow lint bench docs format clean
-demo: $(READY)  ## five nodes train on scikit-learn's digits, every method, both settings
+demo: $(READY)  ## five nodes train on scikit-learn's digits, four methods, both settings
 	$(BIN)/rtopk demo
 
 test: lint  ## the whole default suite

@@ -17,7 +17,7 @@ def demo(
     tensorboard: bool = typer.Option(False, help="Write TensorBoard event files of every run too."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
 ) -> None:
-    """Compare every method on scikit-learn's digits with five nodes.
+    """Compare four methods on scikit-learn's digits with five nodes.
 
     Dense, top-k, random-k and rTop-k, in the distributed setting (one round per
     batch) and the federated one (one round per local epoch), and what each

@@ -69,7 +69,7 @@ def register(
 ) -> State:
     """Make a DDP model exchange rTop-k payloads; every rank calls it, with the same options.
 
-    density: share of the entries that is sent, or a schedule such as rtopk.warm_up.
+    density: share of the entries that is sent, beside what is dense, or a schedule such as rtopk.warm_up.
     selector: who is sent; by default k drawn from the 2 k largest, RTopK(r_over_k=2), on one rank the k largest.
         RTopK(nodes=world size) is the paper's, Dealt(world size) lets no two ranks send the same entry.
     memory: "error-feedback", "momentum-correction", "none", or a function that makes a memory.

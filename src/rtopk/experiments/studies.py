@@ -12,7 +12,7 @@ from rtopk.experiments.config import Config
 from rtopk.experiments.tables import Row, Scale, Setup, Table
 
 _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)
-# A number of steps, not an epoch: with a tenth of the examples kept back for tuning, an epoch has fewer steps, and
+# A number of steps, not an epoch: with a fifth of the examples kept back for tuning, an epoch has fewer steps, and
 # a rate that is stable with those need not be so in the runs that count.
 _FAR = Config(setting="federated", batch=32, local_steps=8, rounds=60, memory="none", evaluate_every=5)
 _RATES, _PLAIN_RATES, _FAR_RATES = (0.005, 0.02, 0.08), (0.08, 0.32, 1.28), (0.05, 0.1, 0.2)
