@@ -129,7 +129,7 @@ _GPT = Config(
     split="contiguous",
     batch=4,
     local_steps=10,
-    rounds=100,
+    rounds=70,
     clip_norm=1.0,
 )
 
