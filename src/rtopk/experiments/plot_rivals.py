@@ -42,13 +42,16 @@ def score_against_budget(standings: Sequence[Standing], path: Path) -> None:
     for axis, panel in zip(axes.flat, panels, strict=False):
         here = [standing for standing in standings if standing.panel == panel]
         shown = [standing for standing in here if standing.budget is not None]
-        for entrant in dict.fromkeys(standing.entrant for standing in shown):
+        for entrant in panel.entrants:
             line = sorted((s for s in shown if s.entrant == entrant), key=lambda s: s.bytes)
+            if not line:
+                continue
             colour, marker = STYLE[Entrant(entrant.method, r_over_k=entrant.r_over_k).label]
             axis.plot(
                 [s.bytes for s in line], [mean(s.scores) for s in line], color=colour, marker=marker, markersize=5,
                 linestyle=LINES[entrant.mean, entrant.values], linewidth=1.1, alpha=0.85, label=entrant.label,
                 markerfacecolor=colour if entrant.mean == "nodes" else "white",
+                markeredgecolor="black" if entrant.values == "4bit" else colour,
             )  # fmt: skip
         for dense in (standing for standing in here if standing.budget is None):
             axis.axhline(mean(dense.scores), color="black", linewidth=0.8)

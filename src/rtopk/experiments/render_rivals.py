@@ -17,10 +17,9 @@ def grid(standings: Sequence[Standing]) -> Grid:
     budgets = sorted(targets, key=lambda budget: targets[budget])
     heads = ["method", *(f"{targets[budget]:,.0f} bytes ({budget.label})" for budget in budgets)]
     cells = {(s.entrant, s.budget): _cell(s) for s in standings}
-    everyone = dict.fromkeys(entrant for _, entrants in panel.budgets for entrant in entrants)
     rows = [
         [entrant.label, *(cells.get((entrant, budget), "") for budget in budgets)]
-        for entrant in everyone
+        for entrant in panel.entrants
         if any(entrant == standing.entrant for standing in standings)
     ]
     # Dense training has no budget: its bytes stand beside its score, in the first column.

@@ -57,6 +57,11 @@ class Panel:
     tuning_seeds: int  # runs of each rate
     budgets: tuple[tuple[Budget, tuple[Entrant, ...]], ...]
 
+    @property
+    def entrants(self) -> list[Entrant]:
+        """All that take part, in the order in which they are shown; dense training not counted."""
+        return list(dict.fromkeys(entrant for _, entrants in self.budgets for entrant in entrants))
+
 
 def _mean(memory: MemoryName) -> Mean:
     """Return the mean that suits draws: over the nodes where a memory brings later what was kept back."""
