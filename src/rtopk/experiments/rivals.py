@@ -69,9 +69,14 @@ def _mean(memory: MemoryName) -> Mean:
 
 
 def _core(memory: MemoryName) -> tuple[Entrant, ...]:
-    both = [Entrant("top-k", mean) for mean in get_args(Mean)]
-    drawn = [Entrant("rtop-k", _mean(memory)), Entrant("rtop-k", _mean(memory), r_over_k=2.0)]
-    return (*both, *drawn, Entrant("dealt-k", _mean(memory)))
+    """Enter who matters most, with both means where both can win: without memory the draws have one."""
+    both: tuple[Mean, ...] = get_args(Mean)
+    drawn = (_mean(memory),) if memory == "none" else both
+    return (
+        *(Entrant("top-k", mean) for mean in both),
+        *(Entrant("rtop-k", mean, r_over_k=r) for r in (0.0, 2.0) for mean in drawn),
+        Entrant("dealt-k", _mean(memory)),
+    )
 
 
 def _all(memory: MemoryName) -> tuple[Entrant, ...]:
