@@ -15,6 +15,7 @@ VARIANTS = [
     "dealt",
     "dealt_bucket",
     "no_memory",
+    "no_memory_nodes",
     "momentum-correction",
     "momentum_bucket",
     "received",

@@ -55,6 +55,6 @@ def _panel(standings: Sequence[Standing]) -> str:
 def marks(task: str) -> tuple[str, str]:
     """Return the lines of the page between which the tables of a task go."""
     return (
-        f"<!-- {task}: begin (written by `rtopk rivals --task {task} --recorded --write`) -->",
+        f"<!-- {task}: begin (written by `rtopk rivals --task {task} --recorded --write docs/rivals.md`) -->",
         f"<!-- {task}: end -->",
     )
