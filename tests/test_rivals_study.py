@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from rtopk.cli import app
 from rtopk.experiments.equal_bytes import CLOSE, follow
 from rtopk.experiments.heats import Ledger, play
+from rtopk.experiments.intervals import welch
 from rtopk.experiments.render_rivals import marks
 from rtopk.experiments.rivals import PANELS, Budget, Entrant
 from rtopk.experiments.tables import TUNING_SEED
@@ -149,6 +150,30 @@ def test_a_page_takes_the_tables_between_its_marks(tmp_path):
         for row in rows[3:]:
             budget = "PowerSGD rank 1)" if row[0] in ("powersgd", "threshold") else "top-k 1 %)"
             assert [bool(cell) for cell in row[1:]] == [number == at[budget] for number in (1, 2)]
+
+
+def test_differences_of_one_entrant_to_each_other(tmp_path):
+    folders = [
+        "--results",
+        str(tmp_path),
+        "--work",
+        str(tmp_path / "work"),
+        "--picture",
+        str(tmp_path / "x.png"),
+    ]
+    command = ["rivals", "--smoke", "--seeds", "2", "--jobs", "1", *folders]
+    made = CliRunner().invoke(app, [*command, "--json"])
+    rows = [r for r in json.loads(made.stdout)["rows"] if r["panel"] == "digits, distributed, i.i.d."]
+    scores = {row["method"]: row["scores"] for row in rows}
+    shown = CliRunner().invoke(app, [*command, "--recorded", "--against", "top-k"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    last = shown.stdout.split("top-k, minus")[-1]
+    for other in ("dense", "rage-k"):
+        line = next(line for line in last.splitlines() if f"│ {other} " in line)
+        gap = sum(scores["top-k"]) / 2 - sum(scores[other]) / 2
+        assert f"{gap:+.1f} ± {welch(scores['top-k'], scores[other]):.1f}" in line
+    unknown = CliRunner().invoke(app, [*command, "--recorded", "--against", "topk"])
+    assert "no results of 'topk'" in str(unknown.exception)
 
 
 RESULTS = Path(__file__).parent.parent / "results"

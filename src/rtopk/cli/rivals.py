@@ -23,6 +23,7 @@ def rivals(
     picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
     recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
+    against: str | None = typer.Option(None, help="Show one method's score minus each other's, too."),
     data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
     device: str | None = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu."),
     smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
@@ -43,7 +44,7 @@ def rivals(
     from rtopk.experiments.heats import Ledger, heats, note, play
     from rtopk.experiments.plot_rivals import score_against_budget
     from rtopk.experiments.render import insert
-    from rtopk.experiments.render_rivals import markdown, marks
+    from rtopk.experiments.render_rivals import differences, grid, markdown, marks
 
     if task not in data.PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
@@ -83,7 +84,9 @@ def rivals(
         print_json({"rows": [_row(s) for s in standings], "results": str(file), "picture": str(picture)})
         return
     for here in by_panel:
-        console.print(_table(here))
+        console.print(_table(here[0].panel.name, *grid(here)))
+        if against is not None:
+            console.print(_table("Differences, 95 % intervals", *differences(here, against)))
         console.print()
     console.print(f"Records: {file}\nPicture: {picture}")
 
@@ -100,13 +103,10 @@ def _row(standing: "Standing") -> dict[str, object]:
     }
 
 
-def _table(standings: Sequence["Standing"]) -> "Table":
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
     from rich.table import Table
 
-    from rtopk.experiments.render_rivals import grid
-
-    heads, rows = grid(standings)
-    table = Table(title=standings[0].panel.name, title_justify="left")
+    table = Table(title=title, title_justify="left")
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number else "left")
     for row in rows:

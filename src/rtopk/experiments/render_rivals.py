@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from rtopk.experiments.equal_bytes import CLOSE, Standing
+from rtopk.experiments.intervals import welch
 from rtopk.experiments.rivals import Entrant
 
 Grid = tuple[list[str], list[list[str]]]  # heads of the columns; rows
@@ -25,6 +26,33 @@ def grid(standings: Sequence[Standing]) -> Grid:
     # Dense training has no budget: its bytes stand beside its score, in the first column.
     dense = [cells[entrant, budget] for entrant, budget in cells if budget is None]
     return heads, [[Entrant("dense").label, *dense, *[""] * (len(budgets) - 1)] for _ in dense] + rows
+
+
+def differences(standings: Sequence[Standing], label: str) -> Grid:
+    """Lay out a panel as the score of one entrant minus that of each other, with Welch's 95 % interval."""
+    ours = {s.budget: s for s in standings if s.entrant.label == label and s.budget is not None}
+    if not ours:
+        known = ", ".join(repr(s.entrant.label) for s in standings if s.budget is not None)
+        raise ValueError(
+            f"no results of {label!r} with a budget in {standings[0].panel.name}; there are {known}"
+        )
+    budgets = sorted(ours, key=lambda budget: ours[budget].target)
+    others = dict.fromkeys(s.entrant for s in standings if s.entrant.label != label)
+    found = {(s.entrant, s.budget): s for s in standings}
+    rows = []
+    for other in others:
+        row = [other.label]
+        for budget in budgets:
+            theirs = found.get((other, budget)) or found.get((other, None))
+            row.append("" if theirs is None else _difference(ours[budget].scores, theirs.scores))
+        rows.append(row)
+    heads = [f"{label}, minus", *(f"{ours[budget].target:,.0f} bytes ({budget.label})" for budget in budgets)]
+    return heads, rows
+
+
+def _difference(one: Sequence[float], other: Sequence[float]) -> str:
+    width = welch(one, other)
+    return f"{mean(one) - mean(other):+.1f}" + (f" ± {width:.1f}" if width < math.inf else "")
 
 
 def _cell(standing: Standing) -> str:
