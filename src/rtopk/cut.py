@@ -13,6 +13,7 @@ from rtopk.simd import GROUP, SIGNLESS, compiled, lowest, ones, scan_group
 
 SPARE = GROUP + 4  # free places that a group may need: keys are written four at a time
 BINS = 2048
+FEW = 65536  # keys that are looked at one by one rather than counted in finer bins
 Array = Any  # numba compiles for the dtypes that it meets
 _SIGNLESS = np.int32(SIGNLESS)
 _ONE = np.uint64(1)
@@ -66,23 +67,26 @@ def _joined(arrays: list[Any]) -> Any:
 
 def _rth_bin(parts: list[Any], r: int) -> tuple[Any, int]:
     """Return the keys of the bin that holds the r-th largest, and how many keys lie above that bin."""
-    low, shift, over = 0, 20, 0  # 2048 bins of 2 ** 20 hold every key
+    low, shift, over, bins = 0, 20, 0, BINS  # 2048 bins of 2 ** 20 hold every key
     while True:
-        counts = np.zeros(BINS, np.int64)
+        counts = np.zeros(bins, np.int64)
         for part in parts:
             _histogram(part, low, shift, counts)
         above = over + counts[::-1].cumsum()  # above[i]: keys in the last i + 1 bins, and over them
         place = int(np.searchsorted(above, r))
         over = int(above[place - 1]) if place else over
         held = int(above[place]) - over
-        low += (BINS - 1 - place) << shift
-        if shift == 0 or held < 65536:
+        low += (bins - 1 - place) << shift
+        if shift == 0 or held < FEW:
             break
-        shift = max(0, shift - 11)
+        # As many bins as the last one is wide: keys above it are in `over` already.
+        shift, bins = max(0, shift - 11), 1 << min(11, shift)
     near = np.empty(held, np.int32)
     count = 0
     for part in parts:
         count += _keys_between(part, low, low + (1 << shift), near[count:])
+    if count != held:
+        raise AssertionError(f"the bin at {low} holds {count} keys where {held} were counted")
     return near, over
 
 

@@ -47,6 +47,8 @@ def every_bit(r: int) -> Any:
 def set_bits(words: Any, k: int) -> Tensor:
     """Return the positions of the k set bits, ascending."""
     out = torch.empty(k, dtype=torch.int64)
+    if ones_before(words, 64 * (words.size - 1)) != k:  # the word after the last is empty
+        raise AssertionError(f"{ones_before(words, 64 * (words.size - 1))} bits are set where k={k}")
     _set_bits(words, out.numpy())
     return out
 

@@ -164,6 +164,8 @@ def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int)
         count = draws.ones_before(bits, rank)
         tasks.append(partial(loops.pick, at, value, end.key, ties, bits, rank, *out, count))
         rank, ties = rank + above + min(tied, ties), ties - min(tied, ties)
+    if (rank, ties, draws.ones_before(bits, r)) != (r, 0, k):  # else `out` would not be filled
+        raise AssertionError(f"{rank} entries and {ties} ties are ranked where r={r}, k={k}: {end}")
     together(tasks, len(candidates))
     magnitude = float(np.int32(end.key).view(np.float32))
     return Picked(torch.from_numpy(out[0]), torch.from_numpy(out[1]), magnitude)
@@ -192,7 +194,8 @@ def _array(vector: Tensor) -> Any:
 
 @functools.lru_cache(1024)  # mostly the same few limits, and what a step finds kept it finds sooner
 def _key(magnitude: float) -> np.int32:
-    return np.float32(magnitude).view(np.int32)
+    with np.errstate(over="ignore"):  # a guess beyond the largest float is Inf, which no entry reaches
+        return np.float32(magnitude).view(np.int32)
 
 
 def _sums(arrays: list[Any], momentum: float, scale: float, at: slice) -> Any:
@@ -274,6 +277,8 @@ def _part(
             scratch.doubt = DOUBT
             last = cut.rth([values[:count]], wanted, int(bound))
             count = loops.keep(positions[:count], values[:count], last.key, last.ties)
+            if count != wanted:
+                raise AssertionError(f"{count} entries are kept where {wanted} are wanted: {last}")
             bound = np.int32(last.key + 1)  # a later tie loses against an earlier one
 
 

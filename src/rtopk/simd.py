@@ -34,9 +34,18 @@ _FLOATS = ir.VectorType(ir.FloatType(), GROUP)
 _INTS = ir.VectorType(_INT, GROUP)
 
 
+def jit(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    """Compile a function without the interpreter lock; keep the result on disk where there is a place for it."""
+    try:
+        return cast(Callable[P, R], numba.njit(nogil=True, cache=True, **options)(function))
+    except RuntimeError:  # the package, NUMBA_CACHE_DIR and the home folder are all read-only
+        _announce_no_cache()
+        return cast(Callable[P, R], numba.njit(nogil=True, **options)(function))
+
+
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a loop at its first call, without the interpreter lock."""
-    return announced(cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function)))
+    """Compile a loop at its first call."""
+    return announced(jit(function))
 
 
 def announced(loop: Callable[P, R]) -> Callable[P, R]:
@@ -70,6 +79,14 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 def _announce() -> None:
     logging.getLogger("rtopk").warning(
         "rtopk compiles its loops, which takes some seconds; numba keeps them on disk for the next time"
+    )
+
+
+@functools.cache
+def _announce_no_cache() -> None:
+    logging.getLogger("rtopk").warning(
+        "rtopk finds no writable folder for its compiled loops and compiles them in every process; "
+        "set NUMBA_CACHE_DIR to a writable folder to keep them"
     )
 
 

@@ -11,7 +11,7 @@ import numba
 from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
 
-from rtopk.simd import announced
+from rtopk.simd import announced, jit
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,13 +27,12 @@ uint64: Any = numba.uint64
 
 def loop(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a loop that other loops call; division is that of the machine, not of Python."""
-    return cast(Callable[P, R], numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    return jit(function, error_model="numpy")
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a piece of a loop into every loop that uses it."""
-    jit = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
-    return cast(Callable[P, R], jit(function))
+    return jit(function, error_model="numpy", forceinline=True)
 
 
 def entry(function: Callable[P, R]) -> Callable[P, R]:

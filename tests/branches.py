@@ -1,0 +1,115 @@
+"""Count the branches of selection that structured vectors reach.
+
+numba's loops run here as the Python that they are written in, with the few instructions that Python lacks
+(64 comparisons at once, bits of a word) spelled out. Prints JSON: for each function its branches and those
+never taken. Run by test_structured.py in a process of its own.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import coverage
+
+WATCHED = {
+    "cut.py": None,  # all functions
+    "floors.py": None,
+    "loops.py": ("keep", "pick"),
+    "kernels.py": ("pick", "_corrected", "_collect", "_part", "_grown", "search_largest", "sampled_floor"),
+}
+
+
+def as_python(module):
+    """Replace the compiled loops of a module by their source, and the instructions by Python."""
+    import numpy as np
+
+    def scan_group(values, start, bound):
+        reached = (values[start : start + 64].view(np.int32) & 0x7FFFFFFF) >= bound
+        return np.packbits(reached, bitorder="little").view(np.uint64)[0]
+
+    doubles = {
+        "scan_group": scan_group,
+        "ones": lambda word: int(word).bit_count(),
+        "lowest": lambda word: (int(word) & -int(word)).bit_length() - 1 if word else 64,
+    }
+    for name, found in list(vars(module).items()):
+        loop = getattr(found, "py_func", None) or getattr(getattr(found, "__wrapped__", 0), "py_func", None)
+        if loop is not None:
+            setattr(module, name, loop)
+        elif name in doubles:
+            setattr(module, name, doubles[name])
+
+
+def exercise():
+    """Select from structured vectors, small ones mostly: Python is slow."""
+    import numpy as np
+    import torch
+
+    import structured
+    from rtopk import cut, draws, kernels, loops, simd
+    from rtopk.candidates import Scratch, Search
+
+    for module in (cut, loops):
+        as_python(module)
+    loops.deposit = simd.deposit_by_steps
+    torch.set_num_threads(1)
+    cut.FEW = 16  # so that few entries make the histogram narrow
+    rng, scratch = np.random.default_rng(0), Scratch()
+    for d in [65, 300, 3000] * 12 + [40_000] * 6:
+        values = structured.vector(rng, d)[1]
+        vector, r = torch.from_numpy(values), structured.ranks(rng, d)
+        expected, k = structured.exact(values, r), max(1, r // 2)
+        assert np.array_equal(kernels.largest(vector, r).numpy(), expected)
+        rth = float(np.abs(values[expected]).min())
+        for floor in (rth, 0.0, rth * 4):
+            found = kernels.scan(vector, Search(floor, r), scratch)
+            if len(found) >= r:
+                words = draws.draw_words(r, k, 7)
+                picked = kernels.pick(found, r, words, k)
+                assert np.array_equal(picked.positions.numpy(), expected[draws.set_bits(words, k).numpy()])
+    vector, r = torch.arange(40_000.0).flip(0), kernels.SOUND
+    for floor in (
+        0.0,
+        1e6,
+        40_000.0 - r,
+    ):  # r is large: a sample corrects the first two floors, not the third
+        for _ in range(2):
+            kernels.scan(vector, Search(floor, r, 39_990), scratch)
+    for kind in (vector, vector.double()):
+        assert torch.equal(kernels.largest(kind, 39_999), torch.arange(39_999))
+    try:
+        kernels.pick(kernels.scan(vector, Search(1e6)), 1, draws.every_bit(1), 1)
+    except ValueError as error:
+        assert "need at least r=1 candidates, got 0" in str(error)  # noqa: PT017
+
+
+def main():
+    """Measure, and print a JSON report."""
+    import rtopk
+
+    home = Path(rtopk.__file__).parent
+    watch = coverage.Coverage(data_file=None, branch=True, include=[str(home / name) for name in WATCHED])
+    watch.exclude("raise AssertionError")
+    watch.start()
+    exercise()
+    watch.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        watch.json_report(outfile=f"{folder}/report.json")
+        report = json.loads(Path(folder, "report.json").read_text())
+    found = {}
+    for path, part in report["files"].items():
+        names = WATCHED[Path(path).name]
+        for name, function in part["functions"].items():
+            if name and (names is None or name in names):
+                summary = function["summary"]
+                found[f"{Path(path).stem}.{name}"] = {
+                    "branches": summary["num_branches"],
+                    "never taken": function["missing_branches"],
+                    "never run": function["missing_lines"],
+                }
+    json.dump(found, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()
