@@ -43,7 +43,7 @@ cut.tally(torch.zeros(1000).numpy(), 3)
 
 
 def test_a_read_only_install_without_a_cache_works(tmp_path):
-    """Files stand where folders for the loops would be made; root, who runs our tests, could write anywhere else."""
+    """Files stand where folders for the loops would be made: root, who runs our tests, can write anywhere else."""
     home = Path(rtopk.__file__).parent
     package = tmp_path / "install" / "rtopk"
     shutil.copytree(home, package, ignore=shutil.ignore_patterns("__pycache__", "assets"))

@@ -33,8 +33,10 @@ def _round_levels(levels: Array, spread: bool, low: Num, top: Num, magnitudes: A
     for c in range(len(levels)):
         patterns[c] = min(uint32(_LARGEST), (patterns[c] + uint32(0x8000)) >> uint32(16))
     if spread:
-        patterns[0] = low >> uint32(16)
-        patterns[-1] = min(uint32(_LARGEST), (top + uint32(0xFFFF)) >> uint32(16))
+        first, last = low >> uint32(16), min(uint32(_LARGEST), (top + uint32(0xFFFF)) >> uint32(16))
+        patterns[0], patterns[-1] = first, last
+        for c in range(1, len(levels) - 1):  # a mean far below the largest value may have been rounded to zero
+            patterns[c] = max(patterns[c], first)
     return patterns
 
 
