@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rtopk.bench import gradients
 from rtopk.experiments import cifar, corpus, inventory
 from rtopk.experiments.data import DataError, data_dir, find
 from rtopk.experiments.folders import Files, centre_crop, image_folder, random_resized_crop
@@ -234,3 +235,17 @@ def test_the_real_data():
     text = corpus.ptb()
     assert [len(text.train), len(text.validation), len(text.test)] == [929_589, 73_760, 82_430]
     assert (text.words, len(text.lines)) == (10_000, 42_068)
+
+
+def test_a_benchmark_reads_its_images_with_the_same_care(tmp_path):
+    """It once unpickled them plainly: RTOPK_DATA=evil rtopk bench compress ran the file."""
+    folder = tmp_path / cifar.FOLDERS[0]
+    folder.mkdir()
+    bomb = {b"data": Bomb(str(tmp_path / "bang")), b"labels": [1]}
+    (folder / "data_batch_1").write_bytes(pickle.dumps(bomb, protocol=2))
+    with pytest.raises(DataError, match="only arrays, lists and strings"):
+        gradients.real(1000, 1, tmp_path)
+    assert not (tmp_path / "bang").exists()
+    (tmp_path / "honest").mkdir()
+    make_cifar(tmp_path / "honest", per_batch=4)
+    assert gradients.real(1000, 1, tmp_path / "honest").source.endswith("CIFAR-10")

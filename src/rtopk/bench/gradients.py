@@ -4,7 +4,6 @@ Real data: CIFAR-10 and Penn Treebank from a directory that the user names (the 
 else what is at hand anywhere: scikit-learn's digits for images, the manual that ships with Python for text.
 """
 
-import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rtopk.experiments import cifar
 from rtopk.experiments.models import LanguageModel, ResNet
 from rtopk.seed import derive, generator
 
@@ -101,10 +101,8 @@ def _language_loss(model: nn.Module, batch: Batch) -> Tensor:
 def _images(data_dir: Path | None) -> tuple[str, Tensor, Tensor]:
     file = None if data_dir is None else data_dir / "cifar-10-batches-py" / "data_batch_1"
     if file is not None and file.exists():
-        with file.open("rb") as opened:
-            batch = pickle.load(opened, encoding="bytes")
-        pixels = torch.from_numpy(batch[b"data"]).view(-1, 3, 32, 32).float()
-        return "CIFAR-10", (pixels - 120.0) / 64.0, torch.tensor(batch[b"labels"])
+        images, labels = cifar.read_python(file.read_bytes(), str(file))
+        return "CIFAR-10", (images.float() - 120.0) / 64.0, labels
     from sklearn.datasets import load_digits
 
     digits = load_digits()
