@@ -6,10 +6,13 @@ goes on from its checkpoint ends with the same weights, to the bit, as one that 
 every process holds one node, and the first one writes.
 """
 
+import fcntl
 import io
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 
 from rtopk.experiments.command import command
 from rtopk.experiments.config import Config
-from rtopk.experiments.processes import ProcessRun, launched
+from rtopk.experiments.processes import ProcessRun, launched, leads
 from rtopk.experiments.records import Record, append, digest, environment, write_atomically
 from rtopk.experiments.tensorboard import event_file
 from rtopk.experiments.train import Diverged, Run, device
@@ -37,8 +40,50 @@ def execute(
     resume: bool = False,
     on_round: Callable[[Run], None] = lambda run: None,
     should_stop: Callable[[], bool] = lambda: False,
+    wait: bool = False,
 ) -> Record:
-    """Train to the last round and return the record."""
+    """Train to the last round and return the record.
+
+    A folder in which another process is at work is refused; with `wait`, its end is waited for.
+    """
+    if folder is None or not leads():
+        return _execute(config, folder, resume, on_round, should_stop)
+    with _claimed(folder, should_stop, wait):
+        return _execute(config, folder, resume, on_round, should_stop)
+
+
+@contextmanager
+def _claimed(folder: Path, should_stop: Callable[[], bool], wait: bool) -> Iterator[None]:
+    """Hold a run's folder; the system lets go of it when this process ends, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                file.seek(0)
+                if not wait:
+                    owner = file.read() or "another"
+                    raise ValueError(
+                        f"process {owner} is at work in {folder}; wait for it, or choose another folder"
+                    ) from None
+            if should_stop():
+                raise Interrupted(f"stopped while another process was at work in {folder}")
+            time.sleep(0.2)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _execute(
+    config: Config,
+    folder: Path | None,
+    resume: bool,
+    on_round: Callable[[Run], None],
+    should_stop: Callable[[], bool],
+) -> Record:
     if folder is not None and resume and (folder / "record.json").exists():
         record: Record = json.loads((folder / "record.json").read_text())
         if record["key"] != config.key:

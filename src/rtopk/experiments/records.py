@@ -4,13 +4,16 @@ A record holds the whole configuration, the seed, the curve, the bytes measured,
 that a table or a picture can be made from the file alone and every row can be repeated.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,13 +45,74 @@ def digest(vector: Tensor) -> str:
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
 
 
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a record to a file as one line."""
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Open a file, made if need be, and hold it for ourselves among all that ask this way; yield its descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and (half := len(_lines(path)[1])):  # of a writer that was killed
-        os.truncate(path, path.stat().st_size - half)
-    with path.open("ab") as file:
-        file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+    finally:
+        os.close(file)  # and let go
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a record to a file as one line, whoever else does the same."""
+    with locked(path) as file:
+        _write_line(file, record)
+
+
+def _write_line(file: int, record: Mapping[str, Any]) -> None:
+    size = _whole(file)
+    os.truncate(file, size)  # half a line, of a writer that was killed
+    line = json.dumps(record, sort_keys=True).encode() + b"\n"
+    try:
+        if os.write(file, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.truncate(file, size)
+        raise
+
+
+def _whole(file: int) -> int:
+    """Return where the last whole line of a file ends."""
+    end = os.fstat(file).st_size
+    while end:
+        begin = max(0, end - 65536)
+        found = os.pread(file, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+class Results:
+    """The records of a file that others may add to as well; only what is new is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        self._end = 0  # of what was read
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was added since the last time."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._end)
+                *lines, _ = file.read().split(b"\n")
+            for line in lines:
+                self.records.append(_parsed(line, self.path, len(self.records) + 1))
+                self._end += len(line) + 1
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append a record, unless another writer has added one with its key meanwhile."""
+        with locked(self.path) as file:
+            self.refresh()
+            if all(other.get("key") != record["key"] for other in self.records):
+                _write_line(file, record)
+        self.refresh()
 
 
 def read(path: Path) -> list[Record]:
@@ -56,21 +120,15 @@ def read(path: Path) -> list[Record]:
 
     A last line without its end was never finished: its run goes again.
     """
-    if not path.exists():
-        return []
-    records = []
-    for number, line in enumerate(_lines(path)[0], start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not a record: {error}; delete that line") from error
-    return records
+    return Results(path).records
 
 
-def _lines(path: Path) -> tuple[list[bytes], bytes]:
-    """Return the lines of a file, and what stands behind the last end of a line."""
-    *lines, rest = path.read_bytes().split(b"\n")
-    return lines, rest
+def _parsed(line: bytes, path: Path, number: int) -> Record:
+    try:
+        record: Record = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} line {number} is not a record: {error}; delete that line") from error
+    return record
 
 
 def score(record: Record) -> float:
@@ -85,11 +143,15 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file as a whole, so that a reader or a crash never meets half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:  # a full disk, or Ctrl-C
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _version(package: str) -> str:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,11 +22,13 @@ import torch
 from rtopk.experiments.config import Config
 from rtopk.experiments.execute import Interrupted, execute
 from rtopk.experiments.processes import barrier, launched, leads
-from rtopk.experiments.records import Record, append, read
+from rtopk.experiments.records import Record, Results
 from rtopk.experiments.train import Run
 
 Progress = Callable[[str, int], None]  # key of a run, rounds it has done
 REPORT_EVERY = 25  # rounds between two reports of a worker
+REQUESTS = {signal.SIGINT, signal.SIGTERM}  # to stop
+PATIENCE = 1.0  # seconds after which a second Ctrl-C is meant as one
 
 
 def run_all(
@@ -40,12 +43,13 @@ def run_all(
 
     `notes` holds, by the key of a run, what its record is to say beside what was measured.
 
-    Ctrl-C lets every worker finish its round and write its checkpoint, then raises KeyboardInterrupt.
+    Ctrl-C or SIGTERM lets every worker finish its round and write its checkpoint, then KeyboardInterrupt is raised.
+    Two runners with the same folders share the work: a run that the other one is at is waited for.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
-    wanted = {config.key for config in configs}
-    done = {key: record for record in read(results) if (key := key_of(record)) in wanted}
+    wanted, file = {config.key for config in configs}, Results(results)
+    done = {key: record for record in file.records if (key := key_of(record)) in wanted}
     for config in configs:
         if config.key in done:
             on_progress(config.key, config.rounds)
@@ -54,7 +58,7 @@ def run_all(
     def on_record(record: Record) -> None:
         record = {**record, **(notes or {}).get(record["key"], {})}
         if leads():
-            append(results, record)
+            file.add(record)
         done[record["key"]] = record
         on_progress(record["key"], record["config"]["rounds"])  # it did fewer if it diverged
 
@@ -84,20 +88,41 @@ def _run(
 ) -> None:
     context = multiprocessing.get_context("spawn")  # a forked torch may hang in its thread pool
     stop, reports = context.Event(), context.SimpleQueue()
-    with ProcessPoolExecutor(jobs, context, _start_worker, (stop, reports)) as pool:
-        pending: set[Future[Record]] = {pool.submit(_work, c, folder / c.key) for c in configs}
+    with (
+        asked_to_stop() as should_stop,
+        ProcessPoolExecutor(jobs, context, _start_worker, (stop, reports)) as pool,
+    ):
+        with _held_back():  # from the workers for good: they are asked through `stop`
+            pending: set[Future[Record]] = {pool.submit(_work, c, folder / c.key) for c in configs}
         try:
-            while pending:
+            while pending and not should_stop():
                 finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                 while not reports.empty():
                     on_progress(*reports.get())
                 for future in finished:
                     on_record(future.result())
-        except BaseException:
+        finally:
             stop.set()
             for future in pending:
                 future.cancel()
+        try:
+            wait(pending)  # they save their runs
+        except KeyboardInterrupt:  # asked again
+            for worker in multiprocessing.active_children():
+                worker.kill()
             raise
+    if pending:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back until the end of the block; processes started in it never get them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run_here(
@@ -117,7 +142,10 @@ def _run_here(
         with asked_to_stop() as should_stop:
             for config in configs:
                 own = folder / config.key
-                on_record(execute(config, own, resume=True, on_round=report, should_stop=should_stop))
+                record = execute(
+                    config, own, resume=True, on_round=report, should_stop=should_stop, wait=True
+                )
+                on_record(record)
     except Interrupted as stopped:
         raise KeyboardInterrupt from stopped
     finally:
@@ -127,22 +155,27 @@ def _run_here(
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C ask, inside the block, instead of breaking off; a second one breaks off."""
-    asked: list[int] = []
+    """Let Ctrl-C and SIGTERM ask, inside the block, instead of breaking off; asked again, it breaks off.
+
+    What comes within a second of the first is the same request: `timeout` signals the process and its group, and
+    a key bounces.
+    """
+    asked: list[float] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if asked:
+        asked.append(time.monotonic())
+        if asked[-1] - asked[0] > PATIENCE:
             raise KeyboardInterrupt
-        asked.append(number)
 
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only
         yield lambda: False
         return
-    previous = signal.signal(signal.SIGINT, ask)
+    previous = {number: signal.signal(number, ask) for number in REQUESTS}
     try:
         yield lambda: bool(asked)
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 _stop: Event
@@ -154,7 +187,6 @@ _busy = threading.Lock()  # held while a run is under way
 def _start_worker(stop: Event, reports: "SimpleQueue[tuple[str, int]]") -> None:
     global _stop, _reports  # how a pool hands things to its workers
     _stop, _reports = stop, reports
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, through `stop`
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
 
@@ -167,9 +199,8 @@ def _leave_with_parent() -> None:
     parent.join()
     _alone.set()
     with _busy:
-        os._exit(
-            1
-        )  # a pool's worker would wait for its next task forever: it holds the queue's other end too
+        # A pool's worker would wait for its next task forever: it holds the queue's other end too.
+        os._exit(1)
 
 
 def _work(config: Config, folder: Path) -> Record:
@@ -183,4 +214,6 @@ def _work(config: Config, folder: Path) -> Record:
     with _busy:
         if _alone.is_set():  # the next task of a queue that nobody reads any more
             os._exit(1)
-        return execute(config, folder, resume=True, on_round=report, should_stop=should_stop)
+        if _stop.is_set():  # a pool hands out one task more than it has workers
+            raise Interrupted("stopped before the first round")
+        return execute(config, folder, resume=True, on_round=report, should_stop=should_stop, wait=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from rtopk.experiments.config import Config
-from rtopk.experiments.records import Record, append, read, score
+from rtopk.experiments.records import Record, Results, score
 from rtopk.experiments.tables import Row, Scale, Table
 
 
@@ -70,8 +70,6 @@ def note_choice(file: Path, of: Record, groups: Sequence[Sequence[Record]], chos
     """
     keys = [run["key"] for group in groups for run in group]
     key = hashlib.blake2b(f"choice {of} {keys}".encode(), digest_size=8).hexdigest()
-    if any(record["key"] == key for record in read(file)):
-        return
     metric = groups[0][0]["metric"]
     record = {
         "kind": "choice",
@@ -82,4 +80,4 @@ def note_choice(file: Path, of: Record, groups: Sequence[Sequence[Record]], chos
         "scores": [mean(run["final"][metric] for run in group) for group in groups],
         "chosen": chosen,
     }
-    append(file, record)
+    Results(file).add(record)

@@ -35,7 +35,9 @@ def _round_levels(levels: Array, spread: bool, low: Num, top: Num, magnitudes: A
     if spread:
         first, last = low >> uint32(16), min(uint32(_LARGEST), (top + uint32(0xFFFF)) >> uint32(16))
         patterns[0], patterns[-1] = first, last
-        for c in range(1, len(levels) - 1):  # a mean far below the largest value may have been rounded to zero
+        for c in range(
+            1, len(levels) - 1
+        ):  # a mean far below the largest value may have been rounded to zero
             patterns[c] = max(patterns[c], first)
     return patterns
 
