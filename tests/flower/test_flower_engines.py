@@ -1,5 +1,10 @@
 """On Flower's own engines: bad luck costs no mass, and a client that was killed goes on."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import engines
 import faulty_app
 import pytest
@@ -91,3 +96,39 @@ def test_a_killed_supernode_goes_on(tmp_path):
     assert 5 not in rounds
     assert len(list((tmp_path / "clients").glob("*.state"))) == 2  # no third identity
     assert engines.leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_killed_deployment(tmp_path, number):
+    """A SuperLink and a SuperNode, each with children of its own, whose starter ends without a word."""
+    program = """
+import sys, time
+from pathlib import Path
+from rtopk.experiments.fleet import Fleet
+with Fleet(Path(sys.argv[1])) as fleet:
+    fleet.add_node({"partition-id": 0})
+    print("up", flush=True)
+    time.sleep(600)
+"""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "fleet")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert starter.stdout.readline() == "up\n"
+    assert len(engines.leftovers(tmp_path, seconds=0)) >= 2
+    starter.send_signal(number)
+    starter.communicate()
+    assert engines.leftovers(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_killed_command(tmp_path, number):
+    """`rtopk fed deploy` in mid-run; it once left seven processes."""
+    command = [sys.executable, "-m", "rtopk", "fed", "deploy", "--rounds", "1000", "--nodes", "2"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    starter = subprocess.Popen([*command, "--out", str(tmp_path / "run")], **quiet)
+    engines.await_file(tmp_path / "run" / "result.json.progress")
+    starter.send_signal(number)
+    starter.wait(60)
+    assert engines.leftovers(tmp_path, seconds=40) == []

@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+import json
 import socket
 import ssl
 
@@ -82,4 +83,25 @@ def test_tls_and_authentication(tmp_path):
     for client in ("a-file", "b-file"):
         moved, held = books(tmp_path, client)
         assert torch.allclose(held, moved, atol=1e-5)
+    assert engines.leftovers(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_the_deployment_of_the_command_line_speaks_tls(tmp_path):
+    """With the certificates it runs and says so; a folder without them is refused before anything starts."""
+    options = ["fed", "deploy", "--rounds", "1", "--nodes", "2", "--local-steps", "1"]
+    folder = tmp_path / "certificates"
+    folder.mkdir()
+    refused = engines.rtopk(*options, "--tls", str(folder), "--out", str(tmp_path / "none"))
+    assert refused.returncode == 1
+    assert "lacks ca.crt, server.pem, server.key" in refused.stderr
+    assert not (tmp_path / "none" / "superlink.log").exists()
+    certificates(folder)
+    done = engines.rtopk(*options, "--tls", str(folder), "--out", str(tmp_path / "run"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tls"] is True
+    assert "root-certificates" in (tmp_path / "run" / "home" / "config.toml").read_text()
+    assert not any(
+        "insecure" in log.read_text().lower() for log in (tmp_path / "run").glob("supernode-*.log")
+    )
     assert engines.leftovers(tmp_path) == []

@@ -1,6 +1,9 @@
 """What a report accepts, and how it refuses the rest."""
 
+import functools
 import json
+import math
+import operator
 
 import pytest
 from records import a_table, made_up
@@ -58,6 +61,7 @@ def test_output_of_lab_and_benchmarks_is_told_apart(value, kind, tmp_path):
         ([{"rows": []}], "rows must be a list of objects"),
         ([{"rows": [1, 2]}], "rows must be a list of objects"),
         ([[1, 2]], "line 1 is a list, not a JSON object"),
+        ([{**made_up(), "config": {"task": "digits"}}], "has a configuration without setting"),
         ([{"kind": "train", "config": {}}], "line 1 is a train record without metric, curve, final"),
         ([{**made_up(), "metric": "perplexity"}], "without a score named 'perplexity'"),
     ],
@@ -71,7 +75,7 @@ def test_what_is_unknown_is_refused_with_file_and_line(lines, message, tmp_path)
 
 def test_what_is_not_json_is_refused_with_its_line(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(made_up()) + "\n{half of")
+    path.write_text(json.dumps(made_up()) + "\n{half of\n")
     with pytest.raises(ValueError, match=r"x.jsonl line 2 is not JSON"):
         read([path])
     path.write_text("hello")
@@ -80,6 +84,42 @@ def test_what_is_not_json_is_refused_with_its_line(tmp_path):
     path.write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ValueError, match=r"x.jsonl line 1 is not JSON"):
         read([path])
+
+
+def test_a_last_line_that_was_never_finished_is_left_out(tmp_path):
+    """As `records.read` does: the writer was killed, or is at it."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(made_up()) + '\n{"kind": "tr')
+    assert len(read([path]).runs) == 1
+
+
+def changed(record):
+    """Every record in which one entry is missing or of another kind."""
+    paths = [(name,) for name in record]
+    paths += [("config", name) for name in record["config"]]
+    paths += [(*at, name) for at in (("final",), ("curve", 2)) for name in record["final"]]
+    for *at, name in paths:
+        for value in (..., None, "x", [], {}, -1, math.nan, True, math.inf):
+            other = json.loads(json.dumps(record))
+            part = functools.reduce(operator.getitem, at, other)
+            if value is ...:
+                del part[name]
+            else:
+                part[name] = value
+            yield (*at, name), value, other
+
+
+def test_a_record_is_shown_or_refused_whatever_is_wrong_with_it(tmp_path):
+    """`rtopk watch` once died of a record without a method."""
+    path, refused = tmp_path / "x.jsonl", 0
+    for place, value, record in changed(made_up()):
+        write(path, record, made_up("dense"))
+        try:
+            Page(read([path]), live=True).model()
+        except ValueError as error:
+            assert "x.jsonl line 1" in str(error), (place, value)  # noqa: PT017
+            refused += 1
+    assert refused > 200
 
 
 def test_nothing_is_refused(tmp_path):

@@ -45,11 +45,12 @@ def deploy(
     memory: str = MEMORY, values: str = VALUES, downlink_density: float = DOWN_DENSITY,
     downlink_values: str = DOWN_VALUES, outer: str = OUTER, plain: bool = PLAIN,
     initial_known: bool = KNOWN, out: Path | None = OUT, as_json: bool = JSON,
+    tls: Path | None = typer.Option(None, help="Folder of ca.crt, server.pem, server.key for 127.0.0.1."),
 ) -> None:  # fmt: skip
     """Run a SuperLink and SuperNodes as processes on 127.0.0.1.
 
     The bytes between them are counted at a proxy. Everything that was started is
-    stopped at the end, by its id.
+    stopped at the end, by its id, also if this command is killed.
     """
     _run("deploy", locals())
 
@@ -126,8 +127,14 @@ def _run(engine: str, options: dict[str, Any]) -> None:
     with make_progress() as progress:
         bar = progress.add_task(f"{engine} {config.task}", total=config.rounds)
         with contextlib.redirect_stdout(sys.stderr):
-            run = simulate if engine == "sim" else run_deployed
-            record = run(federation, folder, lambda done: progress.update(bar, completed=done))
+
+            def on_progress(done: int) -> None:
+                progress.update(bar, completed=done)
+
+            if engine == "sim":
+                record = simulate(federation, folder, on_progress)
+            else:
+                record = run_deployed(federation, folder, on_progress, options["tls"])
         progress.update(bar, completed=config.rounds)
     if options["as_json"]:
         print_json(record)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rtopk.experiments.federated import Federation, client_app, server_app
-from rtopk.experiments.fleet import OFFLINE, Fleet, FleetError, write_app
+from rtopk.experiments.fleet import OFFLINE, Fleet, FleetError, certificates, write_app
 from rtopk.experiments.records import write_atomically
 from rtopk.flower.proxy import CountingProxy
 
@@ -47,12 +47,21 @@ def simulate(
     return _result(federation, folder, {"engine": "simulation", "status": "finished:completed"})
 
 
-def deploy(federation: Federation, folder: Path, on_progress: Progress = lambda done: None) -> dict[str, Any]:
-    """Run a SuperLink and one SuperNode a client, each a process; count the bytes between them."""
+def deploy(
+    federation: Federation,
+    folder: Path,
+    on_progress: Progress = lambda done: None,
+    tls: Path | None = None,
+) -> dict[str, Any]:
+    """Run a SuperLink and one SuperNode a client, each a process; count the bytes between them.
+
+    `tls` is a folder with the certificates of 127.0.0.1.
+    """
+    secure = certificates(tls.absolute()) if tls else None
     federation = _placed(federation, folder)
     federation = dataclasses.replace(federation, watched=True)
     marks: dict[int, tuple[int, int]] = {}  # bytes up and down when a round was done
-    with Fleet(folder) as fleet, CountingProxy(fleet.port) as proxy:
+    with Fleet(folder, secure=secure) as fleet, CountingProxy(fleet.port) as proxy:
         for number in range(federation.config.nodes):
             fleet.add_node({"partition-id": number}, through=proxy.port)
         settings = {"federation": federation.to_json().encode().hex()}
@@ -70,7 +79,7 @@ def deploy(federation: Federation, folder: Path, on_progress: Progress = lambda 
         if status != "finished:completed":
             raise FleetError(f"the run ended as {status}: {fleet.tail('superlink')}")
         wire = {"up": proxy.up, "down": proxy.down, "by_round": _by_round(marks)}
-        facts = {"engine": "deployment", "status": status, "wire": wire}
+        facts = {"engine": "deployment", "status": status, "wire": wire, "tls": tls is not None}
     return _result(federation, folder, facts)
 
 

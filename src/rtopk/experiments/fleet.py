@@ -24,6 +24,33 @@ OFFLINE = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 PATIENCE = 180.0  # seconds for a process to be ready
+GRACE = 10.0  # seconds for a process to end when asked
+
+# Ends what we started when we are gone, however we went: its input then ends. It is told the ids of our children,
+# which are the ids of their groups too; an empty line says that all have been ended already.
+WARDEN = """
+import os, signal, sys, time
+groups = []
+for line in sys.stdin:
+    groups = [*groups, int(line)] if line.strip() else []
+
+def signalled(number):
+    left = []
+    for group in groups:
+        try:
+            os.killpg(group, number)
+            left.append(group)
+        except ProcessLookupError:
+            pass
+    return left
+
+groups = signalled(signal.SIGTERM)
+deadline = time.monotonic() + GRACE
+while groups and time.monotonic() < deadline:
+    time.sleep(0.2)
+    groups = signalled(0)
+signalled(signal.SIGKILL)
+""".replace("GRACE", str(GRACE))
 
 
 class FleetError(RuntimeError):
@@ -33,8 +60,8 @@ class FleetError(RuntimeError):
 class Fleet:
     """A SuperLink and its SuperNodes, as long as the `with` block lasts; logs and state are in `folder`.
 
-    `secure` is (CA certificate, server certificate, server key) for TLS; `keys` are private keys of the
-    SuperNodes for authentication, in the order of `add_node`.
+    They end with this process too, even if it is killed. `secure` is (CA certificate, server certificate, server
+    key) for TLS; with `authenticated`, only SuperNodes whose key is registered are let in.
     """
 
     def __init__(
@@ -50,6 +77,7 @@ class Fleet:
         self.port = free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._children: list[subprocess.Popen[bytes]] = []
+        self._warden: subprocess.Popen[str] | None = None
         self.environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home")}
         # The scripts of this environment first: a SuperLink starts others of Flower's by name.
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -67,6 +95,9 @@ class Fleet:
         )
         (self.folder / "home" / "config.toml").write_text(
             f'[superlink]\ndefault = "fleet"\n\n[superlink.fleet]\n{connection}'
+        )
+        self._warden = subprocess.Popen(
+            [sys.executable, "-c", WARDEN], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
         try:
             self._link = self._start(
@@ -154,12 +185,14 @@ class Fleet:
         """End all that was started."""
         for child in reversed(self._children):
             _end(child, signal.SIGTERM)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + GRACE
         for child in reversed(self._children):
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))
             _end(child, signal.SIGKILL)
             child.wait()
+        if self._warden is not None:
+            self._warden.communicate("\n")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -178,7 +211,14 @@ class Fleet:
                 start_new_session=True,  # its children form a group of their own, ended with it
             )
         self._children.append(child)
+        self._watch_over(child)
         return child
+
+    def _watch_over(self, child: subprocess.Popen[bytes]) -> None:
+        assert self._warden is not None
+        assert self._warden.stdin is not None
+        self._warden.stdin.write(f"{child.pid}\n")
+        self._warden.stdin.flush()
 
     def _check_link(self) -> None:
         if self._link.poll() is not None:
@@ -205,6 +245,15 @@ def _end(child: subprocess.Popen[bytes], number: int) -> None:
     """Signal the group of a child: the group has the child's own id, nobody else's."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, number)
+
+
+def certificates(folder: Path) -> tuple[Path, Path, Path]:
+    """Return the files of TLS in a folder: CA certificate, server certificate, server key."""
+    files = folder / "ca.crt", folder / "server.pem", folder / "server.key"
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"{folder} must hold ca.crt, server.pem and server.key, lacks {', '.join(missing)}")
+    return files
 
 
 def free_port() -> int:

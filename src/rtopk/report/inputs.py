@@ -5,11 +5,12 @@ What is none of these is refused with the file, the line and what is accepted.
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rtopk.report import check
 
 Record = dict[str, Any]
 ACCEPTED = (
@@ -25,7 +26,6 @@ STUDIES: Mapping[str, tuple[str, ...]] = {
     "bench": ("rows",),
 }
 BENCHES = {"bench link": "mbit", "bench codec": "index_bits", "bench compress": "over_floor"}  # by a column
-NEEDED = ("config", "metric", "curve", "final")  # of a train record
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,14 @@ def _going_on(head: Path) -> Record | None:
     if (head.parent / "record.json").exists():
         return None
     run: Record = json.loads(head.read_text())
+    fault = next(check.head_faults(run), None)
     events = head.parent / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True) if events.exists() else []
     run["curve"] = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
+    for number, point in enumerate(run["curve"]):
+        fault = fault or next(check.point_faults(point, f"curve[{number}]."), None)
+    if fault is not None:
+        raise ValueError(f"{head.parent} {fault[:200]}; {ACCEPTED}")
     if run["curve"]:
         final = run["final"] = run["curve"][-1]
         for way in ("sent", "received"):
@@ -140,12 +145,14 @@ def _read_file(path: Path, inputs: Inputs) -> None:
 
 def _read_lines(path: Path, text: str, inputs: Inputs) -> None:
     found = Inputs()
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
+            if not line.endswith("\n"):  # the last, half written: its run goes again
+                break
             raise ValueError(f"{path} line {number} is not JSON ({error.msg}); {ACCEPTED}") from error
         _take(value, path, number, found)
     inputs.add(found.runs)
@@ -183,11 +190,6 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
 
 
 def _check_run(run: Record, path: Path, line: int) -> None:
-    missing = [name for name in NEEDED if name not in run]
-    if missing:
-        raise ValueError(f"{path} line {line} is a train record without {', '.join(missing)}; {ACCEPTED}")
-    if not run["curve"] or run["metric"] not in run["final"]:
-        raise ValueError(f"{path} line {line} is a train record without a score named {run['metric']!r}")
-    value = run["final"][run["metric"]]
-    if not isinstance(value, int | float) or math.isnan(value):
-        run["final"][run["metric"]] = math.nan  # a run that diverged is shown as such
+    fault = next(check.faults(run), None)
+    if fault is not None:
+        raise ValueError(f"{path} line {line} {fault[:200]}; {ACCEPTED}")
