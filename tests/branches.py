@@ -47,8 +47,11 @@ def exercise():
     import torch
 
     import structured
-    from rtopk import cut, draws, kernels, loops, simd
-    from rtopk.candidates import Scratch, Search
+    from rtopk import kernels
+    from rtopk.kernels import draws, loops
+    from rtopk.kernels import jit as simd
+    from rtopk.kernels import rank as cut
+    from rtopk.kernels.search import Scratch, Search
 
     for module in (cut, loops):
         as_python(module)

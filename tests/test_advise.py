@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rtopk.advise import Link, Machine, Workload, choose, predict, reference
-from rtopk.advise.choose import name
-from rtopk.advise.compare import compare, median_error
-from rtopk.advise.cost import HEADERS, _buckets
-from rtopk.advise.machine import Line, fit
-from rtopk.advise.model import workload
-from rtopk.advise.simulate import Scene, simulate
-from rtopk.bench.link import METHODS, Row
+from rtopk.studies.bench.link import METHODS, Row
+from rtopk.tools.advise import Link, Machine, Workload, choose, predict, reference
+from rtopk.tools.advise.choose import name
+from rtopk.tools.advise.compare import compare, median_error
+from rtopk.tools.advise.cost import HEADERS, _buckets
+from rtopk.tools.advise.machine import Line, fit
+from rtopk.tools.advise.model import workload
+from rtopk.tools.advise.simulate import Scene, simulate
 
 FREE = Machine(
     "costs nothing",
@@ -172,7 +172,7 @@ def test_models_by_size(model, size):
 
 
 def test_models_by_factory():
-    work = workload("rtopk.experiments.models:ResNet", 1.0)
+    work = workload("rtopk.studies.tasks.models:ResNet", 1.0)
     assert work.size == 11_173_962
     assert work.dense_size == 9_610
 

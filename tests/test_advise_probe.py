@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 
-from rtopk.advise import probe
+from rtopk.tools.advise import probe
 
 
 def free_port():

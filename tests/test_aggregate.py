@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtopk import SparseVector, average, average_sparse
+from rtopk.kernels.union import by_sorting, union
 from rtopk.seed import generator
-from rtopk.union import by_sorting, union
 
 
 def vectors(nodes, size, seed):

@@ -4,7 +4,7 @@ import json
 
 from typer.testing import CliRunner
 
-from rtopk.cli import app
+from rtopk.tools.cli import app
 
 
 def test_small():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rtopk.bench.codec import Plan, as_json, bound_bits, measure, show
+from rtopk.studies.bench.codec import Plan, as_json, bound_bits, measure, show
 
 NAMES = "d k density data values method index_bits bound_bits total_bits encode_ms decode_ms"
 

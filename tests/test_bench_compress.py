@@ -6,11 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rtopk.bench import compress
-from rtopk.bench.compress import Plan, Row, bars
-from rtopk.bench.compress_methods import METHODS
-from rtopk.bench.gradients import real, synthetic
-from rtopk.cli import app
+from rtopk.studies.bench import compress
+from rtopk.studies.bench.compress import Plan, Row, bars
+from rtopk.studies.bench.compress_methods import METHODS
+from rtopk.studies.bench.gradients import real, synthetic
+from rtopk.tools.cli import app
 
 
 @pytest.mark.parametrize("name", ["rtopk", "topk", "dgc"])

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rtopk.cli import app, main
+from rtopk.tools.cli import app, main
 
 RTOPK = [sys.executable, "-m", "rtopk"]
 QUICK = ["--rounds", "20", "--nodes", "2", "--evaluate-every", "10"]
@@ -203,7 +203,7 @@ def test_a_command_that_is_interrupted_ends_with_130(monkeypatch):
 
     other = typer.Typer()
     other.command()(stop)
-    monkeypatch.setattr("rtopk.cli.app", other)
+    monkeypatch.setattr("rtopk.tools.cli.app", other)
     monkeypatch.setattr(sys, "argv", ["rtopk"])
     with pytest.raises(SystemExit) as ended:
         main()

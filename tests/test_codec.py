@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import wire_twin
 from codec_cases import FORMS, KINDS, support, vectors
 from rtopk import Codec, Layout, PayloadError, RTopK, SparseVector, Sparsifier
-from rtopk.experiments.models import ResNet
 from rtopk.seed import generator
+from rtopk.studies.tasks.models import ResNet
 from rtopk.wire.golomb import PARAMETERS
 
 # The largest error of nearest rounding, relative to the largest magnitude of a block (fp16, bf16: to the value).

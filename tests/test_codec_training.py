@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from rtopk.experiments.config import Config
-from rtopk.experiments.train import Run
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.loop import Run
 
 SEEDS, ROUNDS = 5, 1000
 

@@ -20,7 +20,8 @@ def run(program, folder):
 
 def test_nothing_is_compiled_at_import(tmp_path):
     said, compiled = run(
-        "import rtopk, rtopk.simd, rtopk.loops, rtopk.cut, rtopk.draws, rtopk.wire.positions", tmp_path
+        "import rtopk, rtopk.kernels.jit, rtopk.kernels.loops, rtopk.kernels.rank, rtopk.kernels.draws, rtopk.wire.positions",
+        tmp_path,
     )
     assert said == ""
     assert compiled == []

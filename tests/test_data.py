@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from rtopk.bench import gradients
-from rtopk.experiments import cifar, corpus, inventory
-from rtopk.experiments.data import DataError, data_dir, find
-from rtopk.experiments.folders import Files, centre_crop, image_folder, random_resized_crop
+from rtopk.studies.bench import gradients
+from rtopk.studies.tasks import cifar, corpus, inventory
+from rtopk.studies.tasks.data import DataError, data_dir, find
+from rtopk.studies.tasks.folders import Files, centre_crop, image_folder, random_resized_crop
 from tiny_data import make_cifar, make_folder, make_ptb, write_sums
 
 

@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from report.records import a_table
-from rtopk.cli import app
+from rtopk.tools.cli import app
 from test_readme import PAGES, ROOT, blocks
 
 RUN = {

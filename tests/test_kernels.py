@@ -12,24 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rtopk import (
-    ErrorFeedback,
-    Layout,
-    MomentumCorrection,
-    NoMemory,
-    RTopK,
-    Sparsifier,
-    TopK,
-    draws,
-    kernels,
-    simd,
-)
-from rtopk.bench.compress_methods import Fused
-from rtopk.bench.gradients import Gradients, synthetic
-from rtopk.candidates import DOUBT, Scratch, Search
+from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels
+from rtopk.kernels import draws
+from rtopk.kernels import jit as simd
+from rtopk.kernels.search import DOUBT, Scratch, Search
 from rtopk.seed import generator
 from rtopk.select import Tracker, draw
 from rtopk.sparse import SparseVector
+from rtopk.studies.bench.compress_methods import Fused
+from rtopk.studies.bench.gradients import Gradients, synthetic
 
 
 @pytest.fixture

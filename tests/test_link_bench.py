@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rtopk.bench import hosts, rivals
-from rtopk.bench.fleet import Fleet, RankFailedError
-from rtopk.bench.link import METHODS, Cell, Plan, measure
-from rtopk.bench.link_picture import draw_measured
-from rtopk.bench.link_report import cells as sorted_cells
-from rtopk.bench.link_report import due_bytes, markdown
-from rtopk.bench.standin import StandIn
 from rtopk.seed import generator
+from rtopk.studies.bench import hosts, rivals
+from rtopk.studies.bench.fleet import Fleet, RankFailedError
+from rtopk.studies.bench.link import METHODS, Cell, Plan, measure
+from rtopk.studies.bench.link_picture import draw_measured
+from rtopk.studies.bench.link_report import cells as sorted_cells
+from rtopk.studies.bench.link_report import due_bytes, markdown
+from rtopk.studies.bench.standin import StandIn
 
 SIZE = 256 * 512 + 512 + 512 * 128 + 128 + 128 * 10 + 10  # of the model "small"
 FEW = (

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rtopk.advise import probe
-from rtopk.bench import hosts
+from rtopk.studies.bench import hosts
+from rtopk.tools.advise import probe
 
 REASON = hosts.why_not()
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"no hosts here: {REASON}")
@@ -87,7 +87,7 @@ def test_an_error_leaves_nothing_behind():
 def test_a_killed_maker_leaves_nothing_behind():
     code = (
         "import subprocess, time\n"
-        "from rtopk.bench.hosts import Hosts\n"
+        "from rtopk.studies.bench.hosts import Hosts\n"
         "with Hosts(2) as pair:\n"
         "    inside = subprocess.Popen(pair.command(0, ['sleep', '600']))\n"
         "    print(inside.pid, flush=True)\n"
@@ -124,7 +124,7 @@ def test_hosts_of_the_dead_are_removed_and_those_of_the_living_stay():
 
 
 def test_what_is_missing_is_said():
-    code = "from rtopk.bench.hosts import Hosts\nHosts(2).__enter__()"
+    code = "from rtopk.studies.bench.hosts import Hosts\nHosts(2).__enter__()"
     ended = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PATH": "/nowhere"},
@@ -137,7 +137,7 @@ def test_what_is_missing_is_said():
 
 @needs_hosts
 def test_without_root_it_says_so():
-    code = "import os\nfrom rtopk.bench.hosts import why_not\nos.seteuid(65534)\nprint(why_not())"
+    code = "import os\nfrom rtopk.studies.bench.hosts import why_not\nos.seteuid(65534)\nprint(why_not())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "needs root, this is user 65534" in ended.stdout
 

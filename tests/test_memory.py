@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rtopk import Codec, ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, SparseVector, Sparsifier
-from rtopk.candidates import Search
+from rtopk.kernels.search import Search
 
 
 def sparse(indices, values, size):

@@ -16,10 +16,10 @@ from rtopk import (
     TopK,
     kernels,
     memory,
-    powersgd,
     rivals,
     select,
 )
+from rtopk.studies.train import powersgd
 
 
 def with_replacement(candidates, r, words, k, *rest):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rtopk import Codec, ErrorFeedback, Layout, NoMemory
-from rtopk.powersgd import LowRank, LowRankNode
 from rtopk.seed import generator
+from rtopk.studies.train.powersgd import LowRank, LowRankNode
 
 SHAPES = {"conv": (6, 3, 2, 2), "weight": (8, 6), "thin": (2, 2), "bias": (8,)}
 LAYOUT = Layout(tuple(SHAPES), tuple(SHAPES.values()), 0)

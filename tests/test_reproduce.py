@@ -14,19 +14,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rtopk.cli import app
-from rtopk.cli.reproduce import _STUDIES as HELP
-from rtopk.experiments.config import Config
-from rtopk.experiments.records import append, read
-from rtopk.experiments.render import BEGIN, END, insert, render_all
-from rtopk.experiments.reproduce import results_file, run_table
-from rtopk.experiments.runner import key_of, run_all
-from rtopk.experiments.standings import comparisons, standings
-from rtopk.experiments.studies import STUDIES
-from rtopk.experiments.tables import TABLES, check_scale, table
-from rtopk.experiments.tasks import TASKS
-from rtopk.experiments.train import Run
-from rtopk.experiments.tuning import tuning
+from rtopk.studies.paper.page import BEGIN, END, insert, render_all
+from rtopk.studies.paper.questions import STUDIES
+from rtopk.studies.paper.reproduce import results_file, run_table
+from rtopk.studies.paper.standings import comparisons, standings
+from rtopk.studies.paper.tables import TABLES, check_scale, table
+from rtopk.studies.paper.tuning import tuning
+from rtopk.studies.tasks.catalogue import TASKS
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.loop import Run
+from rtopk.studies.train.records import append, read
+from rtopk.studies.train.runner import key_of, run_all
+from rtopk.tools.cli import app
+from rtopk.tools.cli.reproduce import _STUDIES as HELP
 from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 
 
@@ -51,7 +51,7 @@ def quietly(what, configs, names):
 
 @pytest.fixture
 def data(tiny, monkeypatch):
-    from rtopk.experiments import tasks
+    from rtopk.studies.tasks import catalogue as tasks
 
     cached = (tasks.cifar10, tasks.tiny_imagenet, tasks._ptb, tasks._shakespeare)
     monkeypatch.setenv("RTOPK_DATA", str(tiny))

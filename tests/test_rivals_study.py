@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rtopk.cli import app
-from rtopk.experiments.equal_bytes import CLOSE, follow
-from rtopk.experiments.heats import Ledger, play
-from rtopk.experiments.intervals import welch
-from rtopk.experiments.render_rivals import marks
-from rtopk.experiments.rivals import PANELS, Budget, Entrant
-from rtopk.experiments.tables import TUNING_SEED
+from rtopk.studies.equal_bytes.fit import CLOSE, follow
+from rtopk.studies.equal_bytes.page import marks
+from rtopk.studies.equal_bytes.panels import PANELS, Budget, Entrant
+from rtopk.studies.equal_bytes.schedule import Ledger, play
+from rtopk.studies.paper.tables import TUNING_SEED
+from rtopk.tools.cli import app
+from rtopk.tools.show.intervals import welch
 
 PANEL = PANELS["digits"][1]
 SIZE = 26_122

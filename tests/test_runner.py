@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rtopk.experiments.records import append, locked, read, write_atomically
+from rtopk.studies.train.records import append, locked, read, write_atomically
 
 
 def until(true, seconds=90.0):

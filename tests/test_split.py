@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rtopk.experiments.split import split
+from rtopk.studies.tasks.split import split
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "class"])

@@ -20,12 +20,12 @@ from rtopk import (
     SparseVector,
     Sparsifier,
     TopK,
-    draws,
     kernels,
     rtop_k,
     top_k,
 )
-from rtopk.candidates import Scratch, Search
+from rtopk.kernels import draws
+from rtopk.kernels.search import Scratch, Search
 from rtopk.seed import generator
 from rtopk.select import draw
 

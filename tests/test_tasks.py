@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from rtopk.experiments import images, tasks
-from rtopk.experiments.config import Config
-from rtopk.experiments.corpus import Corpus
-from rtopk.experiments.data import DataError
-from rtopk.experiments.execute import Interrupted, execute
-from rtopk.experiments.language import Carrying, Prediction
-from rtopk.experiments.models import Gpt, LanguageModel, ResNet, parameter_count, small_convnet
-from rtopk.experiments.shards import Streams
-from rtopk.experiments.tasks import load
-from rtopk.experiments.train import Run, seeded
 from rtopk.seed import generator
+from rtopk.studies.tasks import catalogue as tasks
+from rtopk.studies.tasks import images
+from rtopk.studies.tasks.catalogue import load
+from rtopk.studies.tasks.corpus import Corpus
+from rtopk.studies.tasks.data import DataError
+from rtopk.studies.tasks.language import Carrying, Prediction
+from rtopk.studies.tasks.models import Gpt, LanguageModel, ResNet, parameter_count, small_convnet
+from rtopk.studies.tasks.shards import Streams
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.execute import Interrupted, execute
+from rtopk.studies.train.loop import Run, seeded
 from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 
 
@@ -91,7 +92,7 @@ def test_each_node_carries_its_own_state():
 
 @pytest.mark.parametrize("setting", ["distributed", "federated"])
 def test_a_run_with_carried_state_resumes_to_the_bit(setting, tmp_path, monkeypatch):
-    monkeypatch.setattr("rtopk.experiments.train.load", lambda config: text_task())
+    monkeypatch.setattr("rtopk.studies.train.loop.load", lambda config: text_task())
     config = dataclasses.replace(TEXT, setting=setting, local_steps=3 if setting == "federated" else 0)
     whole = execute(config)
     calls = iter(range(1, 100))

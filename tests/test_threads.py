@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from rtopk import threads
+from rtopk.kernels import threads
 
 
 @pytest.fixture(autouse=True)

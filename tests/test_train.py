@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from rtopk.experiments.classify import Classification
-from rtopk.experiments.config import ADDED, METHODS, Config
-from rtopk.experiments.execute import Interrupted, execute
-from rtopk.experiments.records import append, digest, read
-from rtopk.experiments.shards import Examples
-from rtopk.experiments.tasks import digits
-from rtopk.experiments.train import Run, seeded
 from rtopk.seed import generator
+from rtopk.studies.tasks.catalogue import digits
+from rtopk.studies.tasks.classify import Classification
+from rtopk.studies.tasks.shards import Examples
+from rtopk.studies.train.config import ADDED, METHODS, Config
+from rtopk.studies.train.execute import Interrupted, execute
+from rtopk.studies.train.loop import Run, seeded
+from rtopk.studies.train.records import append, digest, read
 
 NEEDED = {"threshold": {"threshold": 0.05}, "powersgd": {"matrix_rank": 2}}  # options without a default
 SMALL = Config(rounds=12, nodes=3, evaluate_every=4, learning_rate=0.05)
@@ -175,7 +175,7 @@ def test_stopped_and_resumed_is_never_stopped(options, tmp_path):
 
 
 def test_federated_with_buffers_and_dropout_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr("rtopk.experiments.train.load", lambda config: normed_task())
+    monkeypatch.setattr("rtopk.studies.train.loop.load", lambda config: normed_task())
     config = Config(nodes=3, batch=10, rounds=6, setting="federated", density=0.3)
     whole = execute(config)
     with pytest.raises(Interrupted):

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 from PIL import Image
 
-from rtopk.experiments import cifar
+from rtopk.studies.tasks import cifar
 
 
 def write_sums(folder):

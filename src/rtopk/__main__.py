@@ -1,6 +1,6 @@
 """Run the command line as `python -m rtopk`."""
 
-from rtopk.cli import main
+from rtopk.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import compilable, take_out_
+from rtopk.kernels.union import union
 from rtopk.memory import Memory, NoMemory
 from rtopk.sparse import SparseVector
-from rtopk.union import union
 
 Mean = Literal["nodes", "received"]
 

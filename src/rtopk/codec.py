@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rtopk.kernels.threads import ranges, together
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
-from rtopk.threads import ranges, together
 from rtopk.wire import PayloadError, positions
 from rtopk.wire.capacity import position_bytes
 from rtopk.wire.checksum import payload_checksum, xxh64

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rtopk import kernels
-from rtopk.candidates import Candidates, Scratch, Search
 from rtopk.headroom import Headroom
 from rtopk.kernels import require_finite
+from rtopk.kernels.search import Candidates, Scratch, Search
 from rtopk.sparse import SparseVector
 
 Accumulated = Tensor | tuple[Tensor, Candidates]

@@ -12,7 +12,7 @@ from typing import Protocol, overload
 import torch
 from torch import Tensor
 
-from rtopk.candidates import Candidates
+from rtopk.kernels.search import Candidates
 from rtopk.memory import Accumulated, ErrorFeedback, Memory
 
 State = Mapping[str, Tensor]

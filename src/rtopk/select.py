@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rtopk import kernels
-from rtopk.candidates import Candidates, Picked, Search
+from rtopk.kernels.search import Candidates, Picked, Search
 from rtopk.sparse import SparseVector
 
 FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r / k
@@ -61,7 +61,7 @@ def draw(r: int, k: int, rng: torch.Generator) -> Tensor:
     >>> draw(10, 3, torch.Generator().manual_seed(1)).numel()
     3
     """
-    from rtopk import draws
+    from rtopk.kernels import draws
 
     if r > FEW * k:
         return draws.draw_few(r, k, _seed(rng)).to(rng.device)
@@ -77,7 +77,7 @@ def _choose(vector: Tensor, k: int, r: int, rng: torch.Generator, candidates: Ca
     if r == vector.numel():
         positions = draw(r, k, rng).to(vector.device)
         return Picked(positions, vector[positions], 0.0)
-    from rtopk import draws
+    from rtopk.kernels import draws
 
     if candidates is None or len(candidates) < r:
         candidates = kernels.search_largest(vector, r)

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rtopk.candidates import Candidates, Search
 from rtopk.codec import Codec
+from rtopk.kernels.search import Candidates, Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.rivals import Rule, Seat, Seated

@@ -9,13 +9,13 @@ from ddp_scenarios_faults import attempt
 from ddp_worker import Place
 from torch import nn
 
-from rtopk.experiments.classify import Classification
-from rtopk.experiments.config import Config
-from rtopk.experiments.execute import Interrupted, execute
-from rtopk.experiments.processes import ProcessRun
-from rtopk.experiments.records import digest
-from rtopk.experiments.train import Run
 from rtopk.seed import generator
+from rtopk.studies.tasks.classify import Classification
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.execute import Interrupted, execute
+from rtopk.studies.train.loop import Run
+from rtopk.studies.train.processes import ProcessRun
+from rtopk.studies.train.records import digest
 
 SMALL = Config(rounds=12, nodes=2, evaluate_every=4, learning_rate=0.05, density=0.05)
 VARIANTS: dict[str, dict[str, Any]] = {

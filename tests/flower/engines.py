@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from rtopk.experiments.fleet import OFFLINE, Fleet, write_app
+from rtopk.studies.federation.deployment import OFFLINE, Fleet, write_app
 
 HERE = Path(__file__).parent
 

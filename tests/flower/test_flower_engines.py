@@ -104,7 +104,7 @@ def test_nothing_outlives_a_killed_deployment(tmp_path, number):
     program = """
 import sys, time
 from pathlib import Path
-from rtopk.experiments.fleet import Fleet
+from rtopk.studies.federation.deployment import Fleet
 with Fleet(Path(sys.argv[1])) as fleet:
     fleet.add_node({"partition-id": 0})
     print("up", flush=True)

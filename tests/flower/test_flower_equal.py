@@ -8,10 +8,10 @@ import torch
 from flwr.app import Context, RecordDict
 from harness import LocalGrid
 
-from rtopk.experiments.config import Config
-from rtopk.experiments.federated import Federation, client_app, server_app
-from rtopk.experiments.records import digest
-from rtopk.experiments.train import Run
+from rtopk.studies.federation.app import Federation, client_app, server_app
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.loop import Run
+from rtopk.studies.train.records import digest
 
 SIZES = ["--nodes", "2", "--rounds", "3", "--local-steps", "3"]
 

@@ -8,8 +8,8 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
 from rtopk.flower.ledger import ByteLedger
-from rtopk.flower.proxy import CountingProxy
 from rtopk.flower.records import content_bytes, payload_array
+from rtopk.studies.federation.proxy import CountingProxy
 
 
 def serve_once(listener, received, answer):

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rtopk.cli import app
-from rtopk.report.inputs import read
-from rtopk.report.studies import show
+from rtopk.tools.cli import app
+from rtopk.tools.report.inputs import read
+from rtopk.tools.report.studies import show
 
 COMMANDS = {
     "risk": ["--d", "512", "--s", "16", "--n", "200", "--k", "60", "--repeats", "2"],

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rtopk import RandomK, RTopK
-from rtopk.lab import bounds
-from rtopk.lab.convergence import Problem, compare, run
-from rtopk.lab.risk import fit
 from rtopk.seed import generator
+from rtopk.studies.lab import bounds
+from rtopk.studies.lab.convergence import Problem, compare, run
+from rtopk.studies.lab.risk import fit
 
 PROBLEM = Problem(d=40, nodes=2)
 

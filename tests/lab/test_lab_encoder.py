@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rtopk import rtop_k
-from rtopk.lab.encoder import Encoder, Message
-from rtopk.lab.enumerative import capacity, codebook_size, rank, unrank
 from rtopk.seed import generator
+from rtopk.studies.lab.encoder import Encoder, Message
+from rtopk.studies.lab.enumerative import capacity, codebook_size, rank, unrank
 
 
 def least(d, signed=False):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rtopk.experiments.config import Config
-from rtopk.experiments.probe import full_gradient, inspect
-from rtopk.experiments.train import Run
-from rtopk.lab.gradients import Inspector, Plan, describe, overlap
 from rtopk.seed import generator
+from rtopk.studies.lab.gradients import Inspector, Plan, describe, overlap
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.loop import Run
+from rtopk.studies.train.probe import full_gradient, inspect
 
 
 def test_effective_sparsity():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rtopk.lab.models import HUGE, densify, perturb, quantise, sample
-from rtopk.lab.theta import FAMILIES, Theta, flat, numpy_rng
+from rtopk.studies.lab.models import HUGE, densify, perturb, quantise, sample
+from rtopk.studies.lab.theta import FAMILIES, Theta, flat, numpy_rng
 
 FALSE_ALARM = 1e-6
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rtopk import rtop_k
-from rtopk.lab import bounds
-from rtopk.lab.encoder import Encoder
-from rtopk.lab.estimators import estimate, kept_ones, receive
-from rtopk.lab.gaussian import GaussianSetting, bits_needed, gaussian_risk
-from rtopk.lab.models import densify, perturb, quantise, sample
-from rtopk.lab.risk import Setting, exact, fit, grid, measure, squared_errors
-from rtopk.lab.studies import bits_used, regime_slopes, study_bounds
-from rtopk.lab.theta import FAMILIES, flat, numpy_rng
 from rtopk.seed import generator
+from rtopk.studies.lab import bounds
+from rtopk.studies.lab.encoder import Encoder
+from rtopk.studies.lab.estimators import estimate, kept_ones, receive
+from rtopk.studies.lab.gaussian import GaussianSetting, bits_needed, gaussian_risk
+from rtopk.studies.lab.models import densify, perturb, quantise, sample
+from rtopk.studies.lab.risk import Setting, exact, fit, grid, measure, squared_errors
+from rtopk.studies.lab.studies import bits_used, regime_slopes, study_bounds
+from rtopk.studies.lab.theta import FAMILIES, flat, numpy_rng
 
 FALSE_ALARM = 1e-6
 

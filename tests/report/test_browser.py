@@ -14,8 +14,8 @@ import time
 import pytest
 from records import a_table
 
-from rtopk.report.inputs import Inputs, Study
-from rtopk.report.page import Page
+from rtopk.tools.report.inputs import Inputs, Study
+from rtopk.tools.report.page import Page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [

@@ -8,8 +8,8 @@ import operator
 import pytest
 from records import a_table, made_up
 
-from rtopk.report.inputs import is_going_on, read, watched
-from rtopk.report.page import Page
+from rtopk.tools.report.inputs import is_going_on, read, watched
+from rtopk.tools.report.page import Page
 
 
 def write(path, *values):

@@ -9,12 +9,13 @@ import pytest
 from records import a_table, made_up
 from scipy import stats
 
-from rtopk.report import figures, palette, paper, tables, words
-from rtopk.report.figures import per_round, spent
-from rtopk.report.inputs import Inputs, Study
-from rtopk.report.page import Page
-from rtopk.report.series import collect, difference, estimate
-from rtopk.report.studies import show
+from rtopk.tools.report import figures, paper, tables, words
+from rtopk.tools.report.figures import per_round, spent
+from rtopk.tools.report.inputs import Inputs, Study
+from rtopk.tools.report.page import Page
+from rtopk.tools.report.series import collect, difference, estimate
+from rtopk.tools.report.studies import show
+from rtopk.tools.show import palette
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from rtopk.wire.compiling import Array, Num, intrinsic, loop, uint64
+from rtopk.kernels.compiling import Array, Num, intrinsic, loop, uint64
 
 _WORD = ir.IntType(64)
 _HALF = ir.IntType(32)

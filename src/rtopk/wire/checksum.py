@@ -1,7 +1,7 @@
 """XXH64 of a part of a byte array (https://github.com/Cyan4973/xxHash, the 64-bit algorithm)."""
 
+from rtopk.kernels.compiling import Array, Num, entry, loop, uint64
 from rtopk.wire.bits import address, load_byte, load_word
-from rtopk.wire.compiling import Array, Num, entry, loop, uint64
 
 P1 = 0x9E3779B185EBCA87
 P2 = 0xC2B2AE3D27D4EB4F

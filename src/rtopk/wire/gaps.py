@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rtopk.threads import together
+from rtopk.kernels.compiling import Array, Num, entry, int64, loop, uint8, uint64
+from rtopk.kernels.threads import together
 from rtopk.wire.bits import address, load_word
-from rtopk.wire.compiling import Array, Num, entry, int64, loop, uint8, uint64
 from rtopk.wire.golomb import best_code, plan, remainders
 from rtopk.wire.pack import pack
 from rtopk.wire.streams import unpack, unpack_four

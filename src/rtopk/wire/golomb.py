@@ -11,8 +11,8 @@ from functools import cache
 
 import numpy as np
 
+from rtopk.kernels.compiling import Array, Num, int64, loop
 from rtopk.wire.bits import bit_length, float_bits
-from rtopk.wire.compiling import Array, Num, int64, loop
 
 CODES = 256
 BAD_STREAM = -1

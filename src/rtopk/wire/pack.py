@@ -7,8 +7,8 @@ with a large gap or a long code are written with care, one code at a time.
 
 import numpy as np
 
+from rtopk.kernels.compiling import Array, Num, inlined, int32, int64, loop, uint32, uint64
 from rtopk.wire.bits import address, store_word
-from rtopk.wire.compiling import Array, Num, inlined, int32, int64, loop, uint32, uint64
 from rtopk.wire.golomb import BAD_STREAM, PARAMETERS, best_code, keeps, remainder
 
 SMALL = 1 << 21  # gaps and parameters below this are divided as float32

@@ -8,8 +8,8 @@ addresses is read, and time is proportional to the entries that the caller has m
 
 import numpy as np
 
+from rtopk.kernels.compiling import Array, Num, inlined, int64, loop, uint64
 from rtopk.wire.bits import address, last_word, load_half, load_word, store_word, trailing_zeros
-from rtopk.wire.compiling import Array, Num, inlined, int64, loop, uint64
 from rtopk.wire.golomb import BAD_STREAM, LENGTH_BITS, PARAMETERS, TABLED, remainder
 
 WINDOW = 57  # bits that a word surely holds from any bit on

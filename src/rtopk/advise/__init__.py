@@ -1,7 +1,0 @@
-"""Does compression pay on this link? Predicted from measured parts, and said plainly where dense wins."""
-
-from rtopk.advise.choose import Advice, choose
-from rtopk.advise.cost import Link, Prediction, Workload, predict
-from rtopk.advise.machine import Machine, measure, reference
-
-__all__ = ["Advice", "Link", "Machine", "Prediction", "Workload", "choose", "measure", "predict", "reference"]

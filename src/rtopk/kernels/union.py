@@ -1,0 +1,94 @@
+"""Several ascending lists of positions -> their union, and the place of each position in it.
+
+A bitmap of d bits takes all lists in one sweep each; counting its set bits word by word then gives the union,
+in order, and every position's place in it, without sorting: O(d / 64 + positions). Other devices, and lists
+much shorter than the bitmap, sort.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rtopk.kernels.jit import compiled, lowest, ones
+
+SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
+
+Array = Any  # numba compiles for the dtypes that it meets
+_ONE = np.uint64(1)
+_WORD = np.int64(63)
+
+
+def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the union of ascending positions below `size`, and for each list its places in the union.
+
+    >>> union([torch.tensor([1, 5]), torch.tensor([0, 5])], 8)
+    (tensor([0, 1, 5]), [tensor([1, 2]), tensor([0, 2])])
+    """
+    total = sum(positions.numel() for positions in lists)
+    if any(positions.device.type != "cpu" for positions in lists) or total < SORT_BELOW * size:
+        return by_sorting(lists)
+    words = np.zeros((size + 63) // 64, dtype=np.uint64)
+    arrays = [positions.numpy() for positions in lists]
+    for array in arrays:
+        if not mark(words, array, size):
+            raise ValueError(f"positions must lie in [0, {size}), got {array.min()} to {array.max()}")
+    before = np.empty(len(words), dtype=np.int64)  # set bits in the words before
+    joint = np.empty(count(words, before), dtype=np.int64)
+    spell(words, joint)
+    places = []
+    for array in arrays:
+        place = np.empty(len(array), dtype=np.int64)
+        rank(words, before, array, place)
+        places.append(torch.from_numpy(place))
+    return torch.from_numpy(joint), places
+
+
+def by_sorting(lists: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the same by sorting, on any device."""
+    joint = torch.unique(torch.cat(list(lists)))
+    return joint, [torch.searchsorted(joint, positions) for positions in lists]
+
+
+@compiled
+def mark(words: Array, positions: Array, size: int) -> bool:
+    """Set the bit of each position; say whether all were within the size."""
+    for i in range(len(positions)):
+        p = positions[i]
+        if p < 0 or p >= size:
+            return False
+        words[p >> 6] |= _ONE << np.uint64(p & _WORD)
+    return True
+
+
+@compiled
+def count(words: Array, before: Array) -> Any:
+    """Write how many bits are set before each word; return how many there are."""
+    total = np.int64(0)
+    for w in range(len(words)):
+        before[w] = total
+        total += np.int64(ones(words[w]))
+    return total
+
+
+@compiled
+def spell(words: Array, joint: Array) -> None:
+    """Write the positions of the set bits."""
+    at = 0
+    for w in range(len(words)):
+        word = words[w]
+        while word:
+            joint[at] = (np.int64(w) << 6) + np.int64(lowest(word))
+            at += 1
+            word &= word - _ONE
+
+
+@compiled
+def rank(words: Array, before: Array, positions: Array, places: Array) -> None:
+    """Write how many set bits lie before each position."""
+    for i in range(len(positions)):
+        p = positions[i]
+        below = (_ONE << np.uint64(p & _WORD)) - _ONE
+        places[i] = before[p >> 6] + np.int64(ones(words[p >> 6] & below))

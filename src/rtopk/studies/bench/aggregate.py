@@ -1,0 +1,115 @@
+"""Time and memory of the server's aggregation: many clients' payloads -> their mean, beside its floor.
+
+The floor is adding the decoded entries, in the same order, into one vector by the fastest loop we have: what
+is left if checking, decoding and judging cost nothing. Both take turns; times are the best. Memory is the
+growth of the process's peak over what the payloads take, measured by the kernel.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtopk.codec import Codec
+from rtopk.flower.intake import Intake, Offer
+from rtopk.kernels import take_out_
+from rtopk.seed import generator
+from rtopk.select import draw
+from rtopk.sparse import SparseVector
+from rtopk.studies.bench.codec import RESNET
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One aggregation."""
+
+    clients: int
+    d: int
+    density: float
+    payload_bytes: int  # of all clients
+    floor_ms: float  # adding the decoded entries
+    torch_ms: float  # the same with torch's index_add_
+    decode_ms: float
+    average_ms: float  # all that the server does: check, decode, judge, add
+    first_ms: float  # the same in the first round, where norms have nothing to compare with
+    over_floor: float
+    dense_bytes: int
+    peak_bytes: int  # above the payloads
+
+    @property
+    def over_dense(self) -> float:
+        """Memory in dense vectors, payloads not counted."""
+        return self.peak_bytes / self.dense_bytes
+
+
+def measure(clients: int = 100, d: int = RESNET, density: float = 0.01, runs: int = 7) -> Measured:
+    """Aggregate random payloads; every client's positions are drawn uniformly, so nothing is in cache."""
+    codec = Codec(fingerprint=1)
+    k = round(density * d)
+    offers = []
+    for number in range(clients):
+        rng = generator(0, "aggregate", number)
+        vector = SparseVector(draw(d, k, rng), torch.randn(k, generator=rng), d)
+        data = codec.encode(vector).numpy().tobytes()
+        offers.append(Offer(str(number), number, 1, 0, b"", data, 1.0 + number % 3))
+    peak = _peak(lambda: _intake(d, density, typical=True).average(offers))
+    vectors = [_intake(d, density, typical=True).decode(offer) for offer in offers]
+    times: dict[str, list[float]] = {"floor": [], "torch": [], "decode": [], "average": [], "first": []}
+    for _ in range(runs):
+        times["floor"].append(_timed(lambda: _floor(vectors, d)))
+        times["torch"].append(_timed(lambda: _torch(vectors, d)))
+        times["average"].append(_timed(lambda: _intake(d, density, typical=True).average(offers)))
+        times["decode"].append(_timed(lambda: [_intake(d, density, typical=True).decode(o) for o in offers]))
+    times["first"].append(_timed(lambda: _intake(d, density, typical=False).average(offers)))
+    best = {name: 1e3 * min(found) for name, found in times.items()}
+    return Measured(
+        clients, d, density, sum(len(o.payload) for o in offers), best["floor"], best["torch"], best["decode"],
+        best["average"], best["first"], best["average"] / best["floor"], 4 * d, peak,
+    )  # fmt: skip
+
+
+def as_json(measured: Measured) -> dict[str, Any]:
+    """Return the measurement as plain values."""
+    return {**asdict(measured), "over_dense": measured.over_dense}
+
+
+def _intake(d: int, density: float, typical: bool) -> Intake:
+    intake = Intake(d, 1, max_density=density, max_norm=1e6)
+    intake.typical = 300.0 if typical else 0.0
+    return intake
+
+
+def _floor(vectors: list[SparseVector], d: int) -> torch.Tensor:
+    total = torch.zeros(d)
+    for vector in vectors:
+        take_out_(total, vector.indices, vector.values)
+    return total
+
+
+def _torch(vectors: list[SparseVector], d: int) -> torch.Tensor:
+    total = torch.zeros(d)
+    for vector in vectors:
+        total.index_add_(0, vector.indices, vector.values)
+    return total
+
+
+def _timed(action: Any) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def _peak(action: Any) -> int:
+    """Return by how much the resident memory grew at most; once before, so that code is compiled and loaded."""
+    action()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = _status("VmRSS")
+    action()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return 1024 * int(line.split()[1])

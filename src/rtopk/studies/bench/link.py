@@ -1,0 +1,233 @@
+"""Does it pay? The step time and bytes of every method on shaped links between hosts on this machine.
+
+Ranks are real processes under DDP on Gloo; computation is replaced by waiting for as long as a real step of
+this model takes on one core (see `standin.py`), because several ranks on few cores would hide the link.
+Methods are visited in turn, several times, so that other load on the machine meets all of them alike.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rtopk.studies.bench.fleet import Fleet
+from rtopk.studies.bench.hosts import Hosts
+
+METHODS: tuple[tuple[str, float | None, str | None], ...] = (
+    ("dense", None, None),
+    ("fp16", None, None),
+    ("powersgd-1", None, None),
+    ("powersgd-2", None, None),
+    ("topk-allgather", 0.01, None),
+    ("topk-allgather", 0.001, None),
+    ("rtopk", 0.01, "fp16"),
+    ("rtopk", 0.01, "4bit"),
+    ("rtopk", 0.001, "fp16"),
+    ("rtopk", 0.001, "4bit"),
+)
+OFF = ("off", None, None)
+WARM = 2  # steps until residuals, thresholds and connections are in their usual state
+SLOW = 10.0  # seconds; steps longer than this are taken once, they need no median
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    models: tuple[str, ...] = ("resnet18", "lstm1500")
+    mbits: tuple[float | None, ...] = (None, 1000.0, 100.0, 10.0)  # None is unshaped
+    nodes: tuple[int, ...] = (4,)
+    rounds: int = 3  # visits to each method
+    steps: int = 3  # of each visit
+    compute_ms: float | None = None  # None: measured
+    loopback: bool = False  # no hosts, no shaping
+    methods: tuple[tuple[str, float | None, str | None], ...] = METHODS
+
+
+QUICK = Plan(models=("resnet18",), mbits=(100.0,), rounds=2, steps=2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one cell: medians over steps of the slowest rank's time; bytes per rank and step."""
+
+    model: str
+    size: int  # d
+    mbit: float | None  # None is unshaped
+    nodes: int
+    method: str
+    density: float | None
+    values: str | None
+    step_ms: float
+    step_low_ms: float  # quartiles
+    step_high_ms: float
+    off_ms: float  # the same step with communication switched off
+    compute_ms: float  # waited for in place of computing
+    select_ms: float
+    codec_ms: float  # the two that follow
+    encode_ms: float
+    average_ms: float  # decoding and averaging
+    exchange_ms: float  # waiting for the others; where a method does not tell, what is left of the step
+    wire_bytes: float  # received at the interface, headers and acknowledgements too
+    payload_bytes: int  # that the rank put in
+    cpu_ms: float = 0.0  # that one rank's threads worked in a step, in the kernel too
+
+    @property
+    def key(self) -> tuple[str, float | None, int, str, float | None, str | None]:
+        """What tells rows apart."""
+        return self.model, self.mbit, self.nodes, self.method, self.density, self.values
+
+
+def measure(
+    plan: Plan, tell: Callable[[str], None] = lambda text: None, done: Sequence[Row] = ()
+) -> Iterator[list[Row]]:
+    """Measure cell by cell, leaving out what is done; a cell is a model at a rate with a number of nodes."""
+    have = {row.key for row in done}
+    if plan.loopback:
+        plan = replace(plan, mbits=(None,))
+
+    def missing(model: str, mbit: float | None, nodes: int) -> Plan:
+        left = tuple(key for key in plan.methods if (model, mbit, nodes, *key) not in have)
+        return replace(plan, methods=left)
+
+    for nodes in plan.nodes:
+        todo = [
+            model for model in plan.models if any(missing(model, mbit, nodes).methods for mbit in plan.mbits)
+        ]
+        if not todo:
+            continue
+        with ExitStack() as stack:
+            tell(f"starting {nodes} ranks")
+            hosts = None if plan.loopback else stack.enter_context(Hosts(nodes))
+            fleet = stack.enter_context(Fleet(nodes, hosts))
+            for model in todo:
+                if hosts is not None:
+                    hosts.shape(None)
+                tell(f"loading {model} on {nodes} ranks")
+                size = fleet.order("load", model=model)[0]["size"]
+                compute = plan.compute_ms or fleet.order_first("compute")["compute_ms"]
+                for mbit in plan.mbits:
+                    left = missing(model, mbit, nodes)
+                    if not left.methods:
+                        continue
+                    if hosts is not None:
+                        hosts.shape(mbit)
+                    yield measure_cell(left, fleet, Cell(model, size, mbit, nodes, compute), tell)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model at a rate with a number of nodes."""
+
+    model: str
+    size: int
+    mbit: float | None
+    nodes: int
+    compute_ms: float
+
+    def seconds(self, method: str, density: float | None) -> float:
+        """Return about how long the wire takes in a step of the large methods, to know how often to take it."""
+        if self.mbit is None:
+            return 0.0
+        received = {
+            "dense": 2 / self.nodes * 4.0,
+            "fp16": 2 / self.nodes * 2.0,
+            "topk-allgather": 12 * (density or 0.0),
+        }.get(method, 0.0)
+        return (self.nodes - 1) * received * self.size * 8 / (self.mbit * 1e6)
+
+
+def measure_cell(plan: Plan, fleet: Fleet, cell: Cell, tell: Callable[[str], None]) -> list[Row]:
+    """Visit every method in turn, on ranks that have loaded the model."""
+    barrier = statistics.mean(answer["bytes"] for answer in fleet.order("barriers"))
+    visits: dict[Any, list[list[dict[str, Any]]]] = {}
+    for turn in range(plan.rounds):
+        for number, key in enumerate((OFF, *plan.methods)):
+            method, density, values = key
+            slow = cell.seconds(method, density) > SLOW
+            if slow and turn:
+                continue
+            rate = "unshaped" if cell.mbit is None else f"{cell.mbit:g} Mbit/s"
+            tell(
+                f"{cell.model}, {cell.nodes} nodes, {rate}: {method} {density or ''} {values or ''} "
+                f"({turn * (len(plan.methods) + 1) + number + 1} of {plan.rounds * (len(plan.methods) + 1)})"
+            )
+            answers = fleet.order(
+                "visit",
+                method=method,
+                density=density,
+                values=values,
+                steps=1 if slow else plan.steps,
+                warm=0 if slow else 1 if method in ("off", "dense", "fp16") else WARM,
+                compute_ms=cell.compute_ms,
+                keep=cell.size < 20_000_000
+                and turn + 1 < plan.rounds,  # residuals of large models fill memory
+            )
+            visits.setdefault(key, []).append(answers)
+    off = _times(visits[OFF])
+    return [_row(plan, cell, key, visits[key], statistics.median(off), barrier) for key in plan.methods]
+
+
+def _times(visits: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+    """Return the milliseconds of each step: those of its slowest rank."""
+    return [
+        1e3 * max(step["step"] for step in ranks)
+        for answers in visits
+        for ranks in zip(*(answer["steps"] for answer in answers), strict=True)
+    ]
+
+
+def _row(
+    plan: Plan,
+    cell: Cell,
+    key: tuple[str, float | None, str | None],
+    visits: Sequence[Sequence[dict[str, Any]]],
+    off_ms: float,
+    barrier: float,
+) -> Row:
+    steps = [step for answers in visits for answer in answers for step in answer["steps"]]
+    times = _times(visits)
+    step_ms = statistics.median(times)
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [step_ms] * 3
+    part = {name: 1e3 * statistics.median(s[name] for s in steps) for name in ("select", "encode", "average")}
+    codec_ms = part["encode"] + part["average"]
+    told = [step["exchange"] for step in steps if step["exchange"] is not None]
+    left = max(0.0, step_ms - off_ms - part["select"] - codec_ms)
+    wire = statistics.mean(
+        (answer["received"] - barrier) / len(answer["steps"]) for answers in visits for answer in answers
+    )
+    method, density, values = key
+    return Row(
+        model=cell.model,
+        size=cell.size,
+        mbit=cell.mbit,
+        nodes=cell.nodes,
+        method=method,
+        density=density,
+        values=values,
+        step_ms=step_ms,
+        step_low_ms=low,
+        step_high_ms=high,
+        off_ms=off_ms,
+        compute_ms=cell.compute_ms,
+        select_ms=part["select"],
+        codec_ms=codec_ms,
+        encode_ms=part["encode"],
+        average_ms=part["average"],
+        exchange_ms=1e3 * statistics.median(told) if told else left,
+        wire_bytes=wire
+        / (cell.nodes if plan.loopback else 1),  # lo counts the traffic of all ranks, and of others
+        payload_bytes=round(statistics.mean(step["payload"] for step in steps)),
+        cpu_ms=1e3 * statistics.median(step["cpu"] for step in steps),
+    )
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the rows as one JSON object."""
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def from_json(data: Mapping[str, Any]) -> list[Row]:
+    """Read what `as_json` returned."""
+    return [Row(**row) for row in data["rows"]]

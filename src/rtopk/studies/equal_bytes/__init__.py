@@ -1,0 +1,1 @@
+"""Every method at equal bytes."""

@@ -1,0 +1,172 @@
+"""Fit an entrant to a number of bytes, tune its learning rate, then run it with every seed.
+
+1. Bytes: the density is fitted in short runs on validation data, to the yardstick's bytes per round. What a
+   threshold sends depends on the whole run and on the learning rate, so it is fitted by whole runs at each rate.
+2. Rate: from the middle of the grid to the best neighbour, until no neighbour is better; on validation data,
+   by the mean over the panel's seeds for that.
+3. Result: with the bytes and the rate found, on test data, one run a seed.
+
+An entrant is a generator that yields configurations and is sent their records; `heats.py` runs them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from rtopk.studies.equal_bytes.panels import Budget, Entrant, Panel
+from rtopk.studies.paper.tables import TUNING_SEED
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.records import Record, score
+from rtopk.tools.show.intervals import half_width
+
+HEADER = 40  # bytes of a payload that hold no entry
+CLOSE = 0.03  # how far from the yardstick's bytes a fitted density may be, as a part of them
+FITS = 4  # runs that a fit may take
+STEEP = 1.5  # first guess: twice the threshold sends 2^-1.5 of the entries
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an entrant reached with a budget."""
+
+    panel: Panel
+    budget: Budget | None  # None: dense
+    entrant: Entrant
+    target: float  # bytes per node and round
+    tried: tuple[tuple[Record, ...], ...]  # the runs of each rate that was tried
+    records: tuple[Record, ...]  # one a seed
+
+    @property
+    def scores(self) -> list[float]:
+        """The seeds' scores at the end."""
+        return [record["final"][record["metric"]] for record in self.records]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes measured per node and round, mean over the seeds."""
+        return mean(float(record["sent_bytes_per_round"]) for record in self.records)
+
+    @property
+    def half_width(self) -> float:
+        """Half the 95 % interval of the mean score; infinite for one seed."""
+        return half_width(self.scores)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that was chosen."""
+        return float(self.records[0]["config"]["learning_rate"])
+
+    @property
+    def at_edge(self) -> bool:
+        """Tell whether the rate is the grid's smallest or largest."""
+        return self.rate in (self.panel.rates[0], self.panel.rates[-1])
+
+
+def follow(
+    panel: Panel, budget: Budget | None, entrant: Entrant, seeds: int
+) -> Generator[Config, Record, Standing]:
+    """Yield every run of an entrant, one after the other; return where it stands."""
+    base = dataclasses.replace(
+        panel.config, method=entrant.method, mean=entrant.mean, values=entrant.values,
+        r_over_k=entrant.r_over_k, memory=entrant.memory or panel.config.memory,
+        threshold=panel.threshold if entrant.method == "threshold" else 0.0,
+        matrix_rank=budget.matrix_rank if budget and entrant.method == "powersgd" else 0,
+        part="validation", seed=TUNING_SEED, evaluate_every=panel.config.rounds,
+    )  # fmt: skip
+    target = math.nan
+    if budget is not None:
+        target = yield from _measure(panel, budget)
+        if entrant.method not in ("powersgd", "threshold"):
+            base = yield from _fit_density(panel, base, target)
+    tried: dict[int, list[Record]] = {}
+    start = len(panel.rates) // 2
+    waiting = [start, start - 1, start + 1]
+    while waiting:
+        at = waiting.pop(0)
+        if at in tried or not 0 <= at < len(panel.rates):
+            continue
+        trial = dataclasses.replace(base, learning_rate=panel.rates[at])
+        if entrant.method == "threshold":
+            first = yield from _fit_threshold(trial, target)
+            base = dataclasses.replace(base, threshold=first["config"]["threshold"])
+        else:
+            first = yield trial
+        tried[at] = [first]
+        while len(tried[at]) < panel.tuning_seeds:
+            again = Config(**{**first["config"], "seed": TUNING_SEED + len(tried[at])})
+            tried[at].append((yield again))
+        if not waiting:
+            best = max(tried, key=lambda at: _merit(tried[at]))
+            waiting = [at for at in (best - 1, best + 1) if at not in tried and 0 <= at < len(panel.rates)]
+    chosen = max(tried.values(), key=_merit)[0]
+    final = Config(**{**chosen["config"], "part": "test", "evaluate_every": panel.config.evaluate_every})
+    records: list[Record] = []
+    while len(records) < seeds:
+        records.append((yield dataclasses.replace(final, seed=len(records))))
+    return Standing(
+        panel, budget, entrant, target, tuple(tuple(tried[at]) for at in sorted(tried)), tuple(records)
+    )
+
+
+def _merit(runs: Sequence[Record]) -> tuple[float, float]:
+    """Order the rates from worse to better: by the metric, then by the loss, means over seeds."""
+    losses = [run["final"]["loss"] for run in runs]
+    return mean(map(score, runs)), -math.inf if any(map(math.isnan, losses)) else -mean(losses)
+
+
+def _measure(panel: Panel, budget: Budget) -> Generator[Config, Record, float]:
+    """Measure what the yardstick sends."""
+    method = "powersgd" if budget.matrix_rank else "top-k"
+    yardstick = dataclasses.replace(
+        panel.config, method=method, matrix_rank=budget.matrix_rank, density=budget.density or 0.01
+    )
+    record = yield _pilot(panel, yardstick)
+    return float(record["sent_bytes_per_round"])
+
+
+def _pilot(panel: Panel, config: Config) -> Config:
+    return dataclasses.replace(
+        config,
+        rounds=panel.pilot_rounds,
+        evaluate_every=panel.pilot_rounds,
+        warm_up=0,
+        learning_rate=panel.rates[len(panel.rates) // 2],
+        part="validation",
+        seed=TUNING_SEED,
+    )
+
+
+def _fit_density(panel: Panel, config: Config, target: float) -> Generator[Config, Record, Config]:
+    """Return the configuration with the density that sends the target's bytes."""
+    best, off = config, math.inf
+    for _ in range(FITS):
+        record = yield _pilot(panel, config)
+        sent = record["sent_bytes_per_round"]
+        if abs(sent / target - 1.0) < off:
+            best, off = config, abs(sent / target - 1.0)
+        if off <= CLOSE / 10:
+            break
+        density = config.density * (target - HEADER) / (sent - HEADER)
+        config = dataclasses.replace(config, density=min(1.0, float(f"{density:.4g}")))
+    return best
+
+
+def _fit_threshold(config: Config, target: float) -> Generator[Config, Record, Record]:
+    """Return the run whose threshold sent nearest to the target's bytes."""
+    runs: list[Record] = []
+    for _ in range(FITS + 2):
+        runs.append((yield config))
+        sent = [max(run["sent_bytes_per_round"] - HEADER, 1.0) for run in runs]
+        if abs(runs[-1]["sent_bytes_per_round"] / target - 1.0) <= CLOSE:
+            return runs[-1]
+        steep = STEEP
+        if len(runs) > 1:  # as the last two runs say, within reason
+            limits = [run["config"]["threshold"] for run in runs[-2:]]
+            slope = -math.log(sent[-1] / sent[-2]) / math.log(limits[1] / limits[0])
+            steep = min(4.0, max(0.7, slope))
+        factor = (sent[-1] / (target - HEADER)) ** (1.0 / steep)
+        limit = config.threshold * min(20.0, max(0.05, factor))
+        config = dataclasses.replace(config, threshold=float(f"{limit:.4g}"))
+    return min(runs, key=lambda run: abs(math.log(run["sent_bytes_per_round"] / target)))

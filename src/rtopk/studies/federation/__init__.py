@@ -1,0 +1,1 @@
+"""The federated setting on Flower's engines."""

@@ -1,0 +1,141 @@
+"""Run a federation on Flower's two engines: simulation in this process (ray), deployment in processes.
+
+Both return the record that the server wrote, with the engine's own facts beside it; a run whose status is
+not `completed` is an error, whatever Flower's exit code was.
+"""
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rtopk.studies.federation.app import Federation, client_app, server_app
+from rtopk.studies.federation.deployment import OFFLINE, Fleet, FleetError, certificates, write_app
+from rtopk.studies.federation.proxy import CountingProxy
+from rtopk.studies.train.records import write_atomically
+
+Progress = Callable[[int], None]
+
+
+def simulate(
+    federation: Federation, folder: Path, on_progress: Progress = lambda done: None, cores: int = 2
+) -> dict[str, Any]:
+    """Run all clients in ray actors of this machine."""
+    os.environ.update(OFFLINE)
+    from flwr.simulation import run_simulation
+
+    federation = _placed(federation, folder)
+    watcher = _Watcher(federation, on_progress)
+    try:
+        run_simulation(
+            server_app(federation),
+            client_app(federation),
+            federation.config.nodes,
+            backend_config={
+                "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+                "init_args": {"num_cpus": cores, "log_to_driver": False, "include_dashboard": False},
+            },
+        )
+    except Exception as error:  # whatever the app raised
+        raise FleetError(f"the run failed: {type(error).__name__}: {error}") from error
+    finally:
+        watcher.stop()
+    return _result(federation, folder, {"engine": "simulation", "status": "finished:completed"})
+
+
+def deploy(
+    federation: Federation,
+    folder: Path,
+    on_progress: Progress = lambda done: None,
+    tls: Path | None = None,
+) -> dict[str, Any]:
+    """Run a SuperLink and one SuperNode a client, each a process; count the bytes between them.
+
+    `tls` is a folder with the certificates of 127.0.0.1.
+    """
+    secure = certificates(tls.absolute()) if tls else None
+    federation = _placed(federation, folder)
+    federation = dataclasses.replace(federation, watched=True)
+    marks: dict[int, tuple[int, int]] = {}  # bytes up and down when a round was done
+    with Fleet(folder, secure=secure) as fleet, CountingProxy(fleet.port) as proxy:
+        for number in range(federation.config.nodes):
+            fleet.add_node({"partition-id": number}, through=proxy.port)
+        settings = {"federation": federation.to_json().encode().hex()}
+        run = fleet.submit(write_app(folder / "app", "rtopk.studies.federation.app", settings))
+
+        def mark(done: int) -> None:
+            marks.setdefault(done, (proxy.up, proxy.down))
+            on_progress(done)
+
+        watcher = _Watcher(federation, mark)
+        try:
+            status = fleet.wait(run, done=Path(federation.result).exists)
+        finally:
+            watcher.stop()
+        if status != "finished:completed":
+            raise FleetError(f"the run ended as {status}: {fleet.tail('superlink')}")
+        wire = {"up": proxy.up, "down": proxy.down, "by_round": _by_round(marks)}
+        facts = {"engine": "deployment", "status": status, "wire": wire, "tls": tls is not None}
+    return _result(federation, folder, facts)
+
+
+class _Watcher(threading.Thread):
+    """See the server finish rounds, report each once, and let it go on."""
+
+    def __init__(self, federation: Federation, on_round: Progress) -> None:
+        super().__init__(daemon=True, name="watcher")
+        self.progress, self.seen = (Path(federation.result + end) for end in (".progress", ".seen"))
+        self.on_round = on_round
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Look until stopped."""
+        last = -1
+        while not self._over.wait(0.02):
+            with suppress(OSError, ValueError):
+                done = int(self.progress.read_text())
+                if done > last:
+                    last = done
+                    self.on_round(done)
+                    write_atomically(self.seen, str(done).encode())
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self.join()
+
+
+def _by_round(marks: dict[int, tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """Return the bytes of each round; round 0 is joining the federation and fetching the app."""
+    rounds, before = {}, (0, 0)
+    for number, (up, down) in sorted(marks.items()):
+        rounds[str(number)] = {"up": up - before[0], "down": down - before[1]}
+        before = (up, down)
+    return rounds
+
+
+def _placed(federation: Federation, folder: Path) -> Federation:
+    folder = folder.absolute()
+    if (folder / "result.json").exists():
+        raise ValueError(f"{folder} holds a finished run already; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    store = federation.store or str(folder / "clients")
+    return dataclasses.replace(federation, result=str(folder / "result.json"), store=store)
+
+
+def _result(federation: Federation, folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    path = Path(federation.result)
+    if not path.exists():
+        raise FleetError(f"the run left no result in {folder}: see the logs there")
+    record: dict[str, Any] = {**json.loads(path.read_text()), **facts}
+    for number, wire in record.get("wire", {}).get("by_round", {}).items():
+        entry = record.get("ledger", {}).get(number, {})
+        for way in ("up", "down") if entry else ():  # what the engine adds to our messages
+            entry[f"{way}_engine"] = wire[way] - entry[f"{way}_payload"] - entry[f"{way}_framing"]
+    path.write_text(json.dumps(record, indent=1))
+    return record

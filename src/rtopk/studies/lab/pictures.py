@@ -1,0 +1,171 @@
+"""Pictures of the lab, as PNG and SVG. The only file of the lab that imports matplotlib.
+
+Colours are Okabe and Ito's, told apart with any colour vision; every line also has its own marker.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+
+from rtopk.studies.lab.bounds import LOWER, UPPER
+from rtopk.studies.lab.convergence import Outcome
+from rtopk.studies.lab.studies import BoundsStudy, ConvergenceStudy, RiskStudy
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
+)  # fmt: skip
+STYLE = {
+    "paper": (RED, "o", "paper: random k' ones, scaled"),
+    "truncate": (BLUE, "^", "first k' ones (top-k)"),
+    "random": (ORANGE, "v", "random coordinates (random-k)"),
+    "central": (BLACK, "s", "no limit (centralised)"),
+    "bernoulli": (RED, "o", "sparse Bernoulli"),
+    "gaussian": (BLUE, "^", "Gaussian"),
+    "sparse gaussian": (GREEN, "D", "sparse Gaussian"),
+    "rtop-k": (RED, "o", "rTop-k, r = n k"),
+    "random-k": (ORANGE, "v", "random-k, r = d"),
+}
+CYCLE = ((RED, "o"), (BLUE, "^"), (GREEN, "D"), (ORANGE, "v"), (BLACK, "s"), (PINK, "P"))
+
+
+def _save(figure: "Figure", folder: Path, name: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    for path in paths:
+        # Without dates, so that the same numbers give the same file.
+        figure.savefig(path, dpi=100, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return paths
+
+
+def _log(axis: "Axes", x: str, y: str, title: str) -> None:
+    axis.set(xscale="log", yscale="log", xlabel=x, ylabel=y, title=title)
+    if axis.get_xlim()[1] < 100 * axis.get_xlim()[0]:  # a short axis shows no whole powers of ten
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.xaxis.set_minor_formatter(FuncFormatter(_some_labels))
+        axis.tick_params(axis="x", which="both", labelsize=8)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+
+
+def _some_labels(value: float, _: int | None) -> str:
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
+
+
+def risk_sweeps(study: RiskStudy, folder: Path) -> list[Path]:
+    """Draw risk against k, n, s and d with both bounds and every scheme."""
+    figure, axes = plt.subplots(2, 2, figsize=(10, 8))
+    for axis, sweep in zip(axes.flat, study.sweeps, strict=True):
+        for scheme, risks in sweep.risks.items():
+            colour, marker, label = STYLE[scheme]
+            slope = f" ({sweep.slopes[scheme].value:+.2f})"
+            x = [getattr(risk.setting, sweep.axis) for risk in risks]
+            y = [risk.mean for risk in risks]
+            spread = [[risk.mean - risk.low for risk in risks], [risk.high - risk.mean for risk in risks]]
+            axis.errorbar(x, y, yerr=spread, color=colour, marker=marker, capsize=2, label=label + slope)
+        axis.plot(x, sweep.upper, color="grey", linestyle="--", label="Theorem 1, C = 1")
+        if all(sweep.lower):
+            axis.plot(x, sweep.lower, color="grey", linestyle=":", label="Theorem 2, c = 1")
+        _log(axis, sweep.axis, "squared error", f"risk against {sweep.axis} (slope)")
+    return _save(figure, folder, "lab-risk")
+
+
+def bits(study: RiskStudy, folder: Path) -> list[Path]:
+    """Draw the bits of encoded messages against k, and the bits needed against d."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    k = [row["k"] for row in study.bits]
+    left.plot(k, k, color="grey", linestyle="--", label="limit k")
+    left.plot(k, [row["used"] for row in study.bits], color=RED, label="bits of the encoded message")
+    twin = left.twinx()
+    twin.plot(k, [row["kept"] for row in study.bits], color=BLUE, linestyle=":", label="k' (right)")
+    twin.set_ylabel("ones named, k'")
+    left.set(xlabel="k", ylabel="bits", title=f"bits really used, d = {study.bits[0]['d']}")
+    left.legend(fontsize=7, loc="upper left")
+    twin.legend(fontsize=7, loc="lower right")
+    for model, rows in study.needed.items():
+        colour, marker, label = STYLE[model]
+        points = [(d, need) for d, need in rows if need is not None]
+        right.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
+    _log(right, "d", "bits a node", "bits for 3 x the centralised risk")
+    return _save(figure, folder, "lab-bits")
+
+
+def bounds(study: BoundsStudy, folder: Path) -> list[Path]:
+    """Draw measured risk over both bounds for every setting of the grid."""
+    figure, axis = plt.subplots(figsize=(8, 4))
+    order = np.argsort([row.over_upper for row in study.rows])
+    rows = [study.rows[i] for i in order]
+    x = np.arange(len(rows))
+    axis.plot(x, [row.over_upper for row in rows], "o", markersize=3, color=RED, label="risk / Theorem 1")
+    axis.plot(x, [row.over_lower for row in rows], "^", markersize=3, color=BLUE, label="risk / Theorem 2")
+    axis.axhline(UPPER, color=RED, linestyle="--", label=f"C = {UPPER:g}: no red point above")
+    axis.axhline(LOWER, color=BLUE, linestyle=":", label=f"c = {LOWER:g}: no blue point below")
+    axis.set(yscale="log", xlabel="setting, by risk / Theorem 1", ylabel="measured risk over bound")
+    axis.set_title(f"{len(rows)} settings between the two bounds")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    return _save(figure, folder, "lab-bounds")
+
+
+def convergence(study: ConvergenceStudy, folder: Path) -> list[Path]:
+    """Draw measured squared gradient norms under their bounds, and the cost of sparsifying against k."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
+    for (colour, marker), k in zip(CYCLE, study.ks(), strict=False):
+        rows: Sequence[Outcome] = [o for o in study.outcomes if o.k == k]
+        horizon = [o.T for o in rows]
+        label = f"k/d = {k / rows[0].d:g} (slope {study.slopes[k].value:+.2f})"
+        left.plot(horizon, [o.measured for o in rows], color=colour, marker=marker, label=label)
+        left.plot(
+            horizon, [sum(o.bound) for o in rows], color=colour, linestyle="--", marker=marker, alpha=0.5
+        )
+    _log(left, "T", "mean of ||grad f||^2", "measured (solid) and Theorem 3 (dashed)")
+    for name, excess in study.excess.items():
+        colour, marker, label = STYLE[name]
+        shown = [(k, e) for k, e in excess if e > 0]
+        slope = f" (slope {study.excess_slopes[name].value:+.2f})" if name in study.excess_slopes else ""
+        right.plot(*zip(*shown, strict=True), color=colour, marker=marker, label=label + slope)
+    right.plot(
+        *zip(*study.second_terms, strict=True), color="grey", linestyle="--", label="Theorem 3, second term"
+    )
+    _log(right, "k", "measured(k) - measured(d)", f"what sparsifying costs, T = {study.excess_horizon}")
+    return _save(figure, folder, "lab-convergence")
+
+
+def gradients(looks: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw magnitudes by rank, and each scheme's error against r / k."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4))
+    for (colour, marker), look in zip(CYCLE, looks, strict=False):
+        x, y = zip(*look["magnitudes"], strict=True)
+        left.plot(x, np.maximum(y, 1e-8), color=colour, label=f"round {look['round']}")
+        r = [row["r_over_k"] for row in look["schemes"]]
+        for column, style in (("error", "--"), ("error_with_residual", "-")):
+            words = f"round {look['round']}, {'with' if style == '-' else 'no'} residual"
+            middle.plot(
+                r,
+                [row[column] for row in look["schemes"]],
+                color=colour,
+                marker=marker,
+                linestyle=style,
+                label=words,
+            )
+        lags = [row["lag"] for row in look["schemes"]]
+        right.plot(r, lags, color=colour, marker=marker, label=f"after round {look['round']}")
+    left.axvline(looks[0]["k"], color="grey", linestyle=":", label="k")
+    _log(left, "rank", "magnitude / rms", "a node's gradient")
+    _log(
+        middle, "r / k (1: top-k, d/k: random-k)", "error / ||true||^2", "one round against the true gradient"
+    )
+    _log(right, "r / k", "lag", "not yet delivered of all that was due")
+    return _save(figure, folder, "lab-gradients")

@@ -1,0 +1,147 @@
+"""Risk E || estimate - theta ||^2: exact where the proof gives it, and by Monte Carlo with an interval.
+
+A setting is (family of theta, d, s, n, k). `sweep` varies one of them, `fit` reads a slope off log-log axes,
+`grid` is the set of settings on which the two bounds are held against measurement.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from rtopk.studies.lab import bounds
+from rtopk.studies.lab.estimators import Scheme, estimate, kept_ones, squared_error
+from rtopk.studies.lab.models import sample
+from rtopk.studies.lab.theta import FAMILIES, Theta, numpy_rng
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point at which risk is measured."""
+
+    d: int
+    s: float
+    n: int
+    k: int
+    family: str = "flat"
+    signed: bool = False
+
+    def theta(self) -> Theta:
+        """Make the parameter."""
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {sorted(FAMILIES)}, got {self.family!r}")
+        theta = FAMILIES[self.family](self.d, self.s)
+        return theta.with_signs(numpy_rng(0, "signs", self.d)) if self.signed else theta
+
+    def key(self) -> tuple[int | str, ...]:
+        """Name the setting for the generator."""
+        return (self.family, self.d, repr(float(self.s)), self.n, self.k, int(self.signed))
+
+
+@dataclass(frozen=True)
+class Risk:
+    """Measured risk with its 95 % interval."""
+
+    setting: Setting
+    scheme: Scheme
+    mean: float
+    low: float
+    high: float
+    repeats: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def measure(setting: Setting, scheme: Scheme = "paper", repeats: int = 16, seed: int = 0) -> Risk:
+    """Run the whole experiment `repeats` times and average the squared error."""
+    if repeats < 2:
+        raise ValueError(f"an interval needs at least 2 repeats, got {repeats}")
+    errors = np.array(list(itertools.islice(squared_errors(setting, scheme, seed), repeats)))
+    mean = float(errors.mean())
+    half = float(stats.t.ppf(0.975, repeats - 1) * errors.std(ddof=1) / math.sqrt(repeats))
+    return Risk(setting, scheme, mean, mean - half, mean + half, repeats)
+
+
+def squared_errors(setting: Setting, scheme: Scheme = "paper", seed: int = 0) -> Iterator[float]:
+    """Yield the squared error of one whole experiment of n nodes after the other, without end."""
+    theta = setting.theta()
+    rng = numpy_rng(seed, "risk", scheme, *setting.key())
+    while True:
+        where, values = estimate(sample(theta, setting.n, rng), theta, setting.k, scheme, rng)
+        yield squared_error(where, values, theta)
+
+
+def exact(setting: Setting, scheme: Scheme = "paper") -> float:
+    """Return the risk by the error formula of the proof, before it is bounded.
+
+    For the paper's scheme that is (E[N max(1, N / k')] - sum theta_j^2) / n, with N the number of ones.
+    """
+    theta = setting.theta()
+    kept = kept_ones(theta, setting.k, scheme)
+    if scheme == "truncate":
+        raise ValueError("truncation is biased and has no formula in the paper; use measure")
+    if scheme == "random":
+        return (theta.total * theta.d / kept - theta.squares) / setting.n
+    if scheme == "central":
+        return (theta.total - theta.squares) / setting.n
+    law = theta.count_law()
+    ones = np.arange(len(law))
+    second = float((law * ones * np.maximum(1.0, ones / kept)).sum())
+    return (second - theta.squares) / setting.n
+
+
+def sweep(
+    base: Setting, axis: str, values: Iterable[float], schemes: Sequence[Scheme] = ("paper",),
+    repeats: int = 16, seed: int = 0,
+) -> Iterator[Risk]:  # fmt: skip
+    """Measure along one of d, s, n, k; yields one scheme after the other at each value."""
+    for value in values:
+        setting = replace(base, **{axis: value})  # type: ignore[arg-type]
+        for scheme in schemes:
+            yield measure(setting, scheme, repeats, seed)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A slope on log-log axes with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+def fit(x: Sequence[float], y: Sequence[float]) -> Slope:
+    """Fit log y = slope log x + constant by least squares; the interval is from the scatter of the points."""
+    if len(x) < 3:
+        raise ValueError(f"a slope with an interval needs at least 3 points, got {len(x)}")
+    result = stats.linregress(np.log(x), np.log(y))
+    half = float(stats.t.ppf(0.975, len(x) - 2) * result.stderr)
+    return Slope(float(result.slope), float(result.slope) - half, float(result.slope) + half)
+
+
+def grid() -> list[Setting]:
+    """Return more than 100 settings that meet the assumptions of both theorems."""
+    found: list[Setting] = []
+    for d, share, part, factor in itertools.product(
+        (64, 256, 1024, 4096), (1 / 64, 1 / 16, 1 / 4, 1 / 2), (0.0, 0.15, 0.5, 1.0), (1, 4)
+    ):
+        s = share * d
+        low, high = 2 * d.bit_length(), int(s * math.log2(d))  # whole bits: 2 log d is not enough for k' = 1
+        k = round(low * (high / low) ** part) if high >= low else 0
+        n = factor * math.ceil(d * math.log2(d / s) / k) if k else 0
+        families = ("flat", "cube") if factor == 1 else ("flat",)
+        for family in families:
+            setting = Setting(d, s, n, k, family)
+            met = k and bounds.holds(bounds.check_theorem_1, d, s, n, k)
+            if met and bounds.holds(bounds.check_theorem_2, d, s, n, k) and setting not in found:
+                found.append(setting)
+    return found

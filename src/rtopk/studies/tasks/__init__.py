@@ -1,0 +1,1 @@
+"""What is learned: data sets, models, and how data is divided among nodes."""

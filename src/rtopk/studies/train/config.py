@@ -1,0 +1,195 @@
+"""All that decides a run: one frozen set of plain values, written into every record and checkpoint."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from rtopk.aggregate import Mean
+from rtopk.codec import Codec
+from rtopk.layout import Layout, nothing, one_dimensional
+from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from rtopk.rivals import Dealt, RAgeK, Rule, Threshold
+from rtopk.schedule import Schedule, check_density, constant, warm_up
+from rtopk.select import RandomK, RTopK, TopK
+from rtopk.studies.train.powersgd import LowRank
+
+Setting = Literal["distributed", "federated"]
+MemoryName = Literal["error-feedback", "momentum-correction", "none"]
+RateSchedule = Literal["constant", "cosine", "piecewise", "zaremba"]
+Split = Literal["iid", "contiguous", "dirichlet", "class"]
+Part = Literal["test", "validation"]
+
+# The rule of each method; "dense" is top-k of everything, and powersgd sends matrices instead of entries.
+RULES: dict[str, Callable[["Config"], Rule]] = {
+    "dense": lambda config: TopK(),
+    "top-k": lambda config: TopK(),
+    "random-k": lambda config: RandomK(),
+    "rtop-k": lambda config: RTopK(**config.considered),
+    "rage-k": lambda config: RAgeK(**config.considered),
+    "dealt-k": lambda config: Dealt(config.nodes),
+    "threshold": lambda config: Threshold(config.threshold),
+}
+METHODS = (*RULES, "powersgd")
+# Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
+ADDED = {"threshold": 0.0, "matrix_rank": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Describe one run. Rounds, batches and densities are per node and round."""
+
+    task: str = "digits"
+    method: str = "rtop-k"
+    setting: Setting = "distributed"
+    seed: int = 0
+    nodes: int = 5
+    rounds: int = 1000
+    batch: int = 32
+    local_steps: int = 0  # federated: steps a round; 0 is one epoch over the node's data
+
+    density: float = 0.01
+    dense_biases: bool = False  # send tensors of one dimension whole; the paper lets all entries compete
+    r_over_k: float = 0.0  # rtop-k and rage-k only; 0 is the paper's choice, the number of nodes
+    threshold: float = 0.0  # threshold only: the least magnitude that is sent; density then says nothing
+    matrix_rank: int = 0  # powersgd only: columns of each factor; density then says nothing
+    values: str = "fp32"  # how the codec writes values
+    memory: MemoryName = "error-feedback"
+    masking: bool = True  # momentum-correction only
+    mean: Mean = "nodes"
+    weighted: bool = False  # weigh nodes by their number of examples
+    warm_up: int = 0  # rounds
+    warm_up_start: float = 0.25
+
+    learning_rate: float = 0.02
+    rate_schedule: RateSchedule = "cosine"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0  # bound on the norm of the mean gradient; 0 is none
+
+    split: Split = "iid"
+    alpha: float = 0.5  # dirichlet only: the smaller, the fewer classes a node sees
+    part: Part = "test"  # "validation" keeps back a part of the training data and evaluates on that
+    evaluate_every: int = 100
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("method", METHODS),
+            ("setting", get_args(Setting)),
+            ("memory", get_args(MemoryName)),
+            ("mean", get_args(Mean)),
+            ("rate_schedule", get_args(RateSchedule)),
+            ("split", get_args(Split)),
+            ("part", get_args(Part)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("nodes", "rounds", "batch", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("local_steps", "warm_up", "weight_decay", "clip_norm", "r_over_k"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_density(self.density)
+        self._check_method()
+        self.make_codec(0)  # refuses values that it does not know
+        if not self.learning_rate > 0.0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if not self.alpha > 0.0:
+            raise ValueError(f"alpha must be positive, got {self.alpha}")
+        if self.setting == "federated" and self.memory == "momentum-correction":
+            raise ValueError(
+                "momentum-correction corrects momentum across batches; in the federated setting momentum is "
+                "local to a round: use memory error-feedback or none"
+            )
+        if self.setting == "distributed" and self.local_steps:
+            raise ValueError(f"local_steps is for the federated setting, got {self.local_steps}")
+
+    def _check_method(self) -> None:
+        for name, method in (("threshold", "threshold"), ("matrix_rank", "powersgd")):
+            value = getattr(self, name)
+            if self.method == method and not value > 0:
+                raise ValueError(f"{name} must be positive for method {method}, got {value}")
+            if self.method != method and value:
+                raise ValueError(f"{name} must be 0 for method {self.method}, got {value}: it is {method}'s")
+        if self.method == "powersgd" and (
+            self.memory == "momentum-correction" or self.warm_up or self.dense_biases
+        ):
+            raise ValueError(
+                "powersgd must have memory error-feedback or none, warm_up 0 and dense_biases off: "
+                "it sends tensors of one dimension whole in any case"
+            )
+
+    @property
+    def considered(self) -> dict[str, Any]:
+        """Return how r follows from k, as selectors take it."""
+        return {"r_over_k": self.r_over_k} if self.r_over_k else {"nodes": self.nodes}
+
+    @property
+    def corrects_momentum(self) -> bool:
+        """Say whether the nodes, not the centre, carry the momentum."""
+        return self.memory == "momentum-correction"
+
+    def make_selector(self) -> Rule:
+        """Build the rule for which entries are sent."""
+        return RULES[self.method](self)
+
+    def make_memory(self) -> Memory:
+        """Build one node's memory."""
+        if self.corrects_momentum:
+            return MomentumCorrection(self.momentum, masking=self.masking)
+        keeps = self.memory == "error-feedback" and self.method != "dense"  # dense has nothing to keep
+        return ErrorFeedback() if keeps else NoMemory()
+
+    def make_density(self) -> Schedule:
+        """Build the density as a function of the round."""
+        if self.method == "dense":
+            return constant(1.0)
+        if not self.warm_up or self.warm_up_start <= self.density:
+            return constant(self.density)
+        return warm_up(self.density, self.warm_up, self.warm_up_start)
+
+    def make_layout(self, model: nn.Module) -> Layout:
+        """Lay out a model's parameters."""
+        return Layout.of(model, dense=one_dimensional if self.dense_biases else nothing)
+
+    def make_low_rank(self, layout: Layout, codec: Codec) -> LowRank | None:
+        """Build what the nodes of powersgd share; None for every other method."""
+        return LowRank(layout, self.matrix_rank, codec, self.seed) if self.method == "powersgd" else None
+
+    def make_codec(self, fingerprint: int) -> Codec:
+        """Build the codec that all nodes share."""
+        return Codec(self.values, fingerprint=fingerprint)
+
+    def rate(self, round_: int) -> float:
+        """Return the learning rate of a round.
+
+        piecewise divides by ten at half and at three quarters; zaremba keeps it for 14 of 55 epochs and then
+        divides it by 1.15 every epoch (Zaremba et al.'s large model).
+        """
+        done = round_ / self.rounds
+        if self.rate_schedule == "zaremba":
+            return self.learning_rate / 1.15 ** max(0, 55 * round_ // self.rounds - 13)
+        if self.rate_schedule == "cosine":
+            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+        if self.rate_schedule == "piecewise":
+            return self.learning_rate * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
+        return self.learning_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain values."""
+        return dataclasses.asdict(self)
+
+    @property
+    def key(self) -> str:
+        """Name this configuration, seed included, in 16 hexadecimal digits."""
+        values = {n: v for n, v in self.to_dict().items() if n not in ADDED or v != ADDED[n]}
+        text = json.dumps(values, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -1,0 +1,266 @@
+"""The one training loop: n nodes, rounds, payloads.
+
+Distributed: in a round every node takes the gradient of one batch at the common weights; the mean of the
+decoded payloads is the gradient of the optimizer at the centre. Federated: every node trains on its own for
+an epoch (or `local_steps`) from the common weights and sends how far it went; the centre follows by the mean.
+
+The nodes of a process share one model and hold one memory each. Buffers (BatchNorm statistics) belong to the
+node: they are never sent, each node's forward passes update its own, and a model is evaluated with their mean
+over the nodes (integers: those of the first node).
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rtopk.aggregate import average
+from rtopk.memory import clip
+from rtopk.seed import derive
+from rtopk.studies.tasks.catalogue import Task, load
+from rtopk.studies.tasks.shards import Batch
+from rtopk.studies.train.config import ADDED, Config
+from rtopk.studies.train.node import Node
+from rtopk.transport import InProcess, Transport
+
+
+class Diverged(Exception):  # noqa: N818 -- nothing is wrong with the program
+    """The loss is no longer a finite number; the weights are those of the round before."""
+
+
+class Run:
+    """The state of a run between two rounds, and the way from one round to the next."""
+
+    def __init__(self, config: Config, task: Task | None = None, transport: Transport | None = None) -> None:
+        self.config = config
+        self.task = load(config) if task is None else task
+        self.transport = InProcess(config.nodes) if transport is None else transport
+        self.device = device()
+        with seeded(config.seed, "weights"):
+            self.model = self.task.make_model()
+        self.model.to(self.device)
+        self.layout = config.make_layout(self.model)
+        self.parameters = dict(self.model.named_parameters())
+        self.codec = config.make_codec(self.layout.fingerprint)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(),
+            lr=config.learning_rate,
+            momentum=0.0 if config.corrects_momentum else config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        self.low_rank = config.make_low_rank(self.layout, self.codec)  # None but for powersgd
+        shards = self.task.shards(config)
+        self.weights = [float(len(shard)) for shard in shards] if config.weighted else None
+        self.nodes = [Node(self, number, shards[number]) for number in self.transport.local]
+        self.round = 0
+        self.sent = 0  # bytes, mean over the local nodes
+        self.received = 0
+        self.loss = math.nan  # of the last round, mean over the local nodes
+        self.spent = dict.fromkeys(("gradient", "compress", "exchange", "apply"), 0.0)  # seconds, all rounds
+
+    @property
+    def leads(self) -> bool:
+        """Say whether this process writes files and talks."""
+        return True
+
+    def anyone(self, *wishes: bool) -> list[bool]:
+        """Say of each wish whether any process has it, so that all act alike."""
+        return list(wishes)
+
+    def advance(self) -> None:
+        """Do one round."""
+        config = self.config
+        rate = config.rate(self.round)
+        work = self._gradient if config.setting == "distributed" else self._update
+        payloads, losses = [], []
+        for node in self.nodes:
+            with (
+                self.spend("gradient"),
+                self.at(node),
+                seeded(config.seed, "forward", node.number, self.round),
+            ):
+                vector, loss = work(node, rate)
+            finite = math.isfinite(loss) and bool(vector.isfinite().all())
+            if any(self.anyone(not finite)):
+                raise Diverged(f"round {self.round}: loss {loss} at node {node.number}")
+            with self.spend("compress"):
+                payloads.append(node.sparsifier.compress(vector, self.round))
+            losses.append(loss)
+        with self.spend("apply"):
+            self._apply(self._mean(payloads).to(self.device), rate)
+        self.loss = sum(losses) / len(losses)
+        self.round += 1
+
+    def batch(self, node: Node, step: int) -> Batch:
+        """Return a node's batch where the model is."""
+        return tuple(part.to(self.device) if isinstance(part, Tensor) else part for part in node.shard[step])
+
+    def _gradient(self, node: Node, rate: float) -> tuple[Tensor, float]:
+        """Return the gradient of the node's batch, clipped if asked, and its loss."""
+        loss = self.task.loss(self.model, self.batch(node, self.round))
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        vector = self.layout.flatten(dict(zip(self.parameters, gradients, strict=True)))
+        if self.config.clip_norm:
+            # The mean over n nodes of independent gradients is sqrt(n) times shorter than each of them, so a
+            # bound on the mean is a wider bound on a node. DGC's N^(-1/2) is the same rule for gradients that
+            # are summed and carry their factor 1/N already.
+            vector = clip(vector, self.config.clip_norm * math.sqrt(self.config.nodes))
+        return vector, float(loss.detach())
+
+    def _update(self, node: Node, rate: float) -> tuple[Tensor, float]:
+        """Train on the node's data from the common weights; return common - own weights and the mean loss."""
+        common = self.vector()
+        loss = self.train_node(node, rate)
+        update = common - self.vector()
+        self._set(common)
+        return update, loss
+
+    def train_node(self, node: Node, rate: float) -> float:
+        """Do a node's local training of this round; the model is left at its own weights."""
+        config = self.config
+        optimizer = torch.optim.SGD(
+            self.model.parameters(), rate, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+        steps = config.local_steps or node.shard.steps_per_epoch
+        total = 0.0
+        for step in range(self.round * steps, (self.round + 1) * steps):
+            loss = self.task.loss(self.model, self.batch(node, step))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if config.clip_norm:
+                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+            optimizer.step()
+            total += float(loss.detach())
+        self.model.zero_grad()
+        return total / steps
+
+    def _apply(self, mean: Tensor, rate: float) -> None:
+        if self.config.setting == "federated":
+            self._set(self.vector() - mean)
+            return
+        for name, gradient in self.layout.unflatten(mean).items():
+            self.parameters[name].grad = gradient
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+
+    def _mean(self, payloads: list[Tensor]) -> Tensor:
+        """Exchange the local nodes' payloads, and what the method sends in answer; return the mean of all."""
+        if self.low_rank is None:
+            everyone = self._exchange(payloads)
+            vectors = [self.codec.decode(payload, size=self.layout.size) for payload in everyone]
+            return average(vectors, self.config.mean, self.weights)
+        left = self.low_rank.agree(self._exchange(payloads), self.weights)
+        with self.spend("compress"):
+            answers = [node.answer(left) for node in self.nodes]
+        return self.low_rank.finish(left, self._exchange(answers), self.weights)
+
+    def _exchange(self, payloads: list[Tensor]) -> list[Tensor]:
+        """Return the payloads of all nodes, and count their bytes."""
+        with self.spend("exchange"):
+            everyone = self.transport.exchange(payloads)
+        sent = sum(payload.numel() for payload in payloads)
+        total = sum(payload.numel() for payload in everyone)
+        self.sent += round(sent / len(payloads))
+        self.received += round(total - sent / len(payloads))
+        return everyone
+
+    def vector(self) -> Tensor:
+        """Return a copy of the weights as one flat vector."""
+        return self.layout.flatten({name: p.detach() for name, p in self.parameters.items()})
+
+    @torch.no_grad()
+    def _set(self, vector: Tensor) -> None:
+        for name, values in self.layout.unflatten(vector).items():
+            self.parameters[name].copy_(values)
+
+    @contextmanager
+    def spend(self, stage: str) -> Iterator[None]:
+        """Add the time that the block takes to a stage of the round, without that of stages inside it."""
+        started, before = time.perf_counter(), sum(self.spent.values())
+        yield
+        inside = sum(self.spent.values()) - before
+        self.spent[stage] += time.perf_counter() - started - inside
+
+    @contextmanager
+    def at(self, node: Node) -> Iterator[None]:
+        """Put the node's buffers into the model, and what has become of them back."""
+        buffers = dict(self.model.named_buffers())
+        for name, value in node.buffers.items():
+            buffers[name].copy_(value)
+        yield
+        node.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return the task's scores of the common weights."""
+        for name, buffer in self.model.named_buffers():
+            values = [node.buffers[name] for node in self.nodes]
+            buffer.copy_(torch.stack(values).mean(0) if buffer.is_floating_point() else values[0])
+        self.model.eval()
+        try:
+            return self.task.evaluate(self.model)
+        finally:
+            self.model.train()
+
+    def residual_norm(self) -> float:
+        """Return the mean norm of what the nodes keep back."""
+        norms = [node.residual_norm() for node in self.nodes]
+        return sum(norms) / len(norms)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next round depends on: tensors and plain values only."""
+        return {
+            "config": self.config.to_dict(),
+            "round": self.round,
+            "sent": self.sent,
+            "received": self.received,
+            "loss": self.loss,
+            "weights": self.vector(),
+            "optimizer": self.optimizer.state_dict(),
+            "nodes": {node.number: node.state_dict() for node in self.nodes},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same configuration."""
+        own = self.config.to_dict()
+        other = {name: (state["config"].get(name, ADDED.get(name)), own[name]) for name in own}
+        differing = [f"{name}: {was!r}, now {now!r}" for name, (was, now) in other.items() if was != now]
+        if differing:
+            raise ValueError(f"checkpoint is of another configuration ({'; '.join(differing)})")
+        for node in self.nodes:
+            node.load_state_dict(state["nodes"][node.number])
+        self._set(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.round, self.sent = state["round"], state["sent"]
+        self.received, self.loss = state["received"], state["loss"]
+
+
+def device() -> torch.device:
+    """Return where models are trained: RTOPK_DEVICE, by default the CPU; under torchrun a GPU for each process."""
+    chosen = torch.device(os.environ.get("RTOPK_DEVICE", "cpu"))
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return chosen
+
+
+@contextmanager
+def seeded(*key: int | str) -> Iterator[None]:
+    """Seed torch's global generator inside the block and leave it as it was: for layers that draw from it."""
+    # Not torch.manual_seed: for devices that are not there it formats a stack trace, a millisecond per call.
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(derive(*key))
+    gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # dropout on a GPU draws from the GPU's own
+    if gpu:
+        gpu_state = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(derive(*key))
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if gpu:
+            torch.cuda.set_rng_state(gpu_state)

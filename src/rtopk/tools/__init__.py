@@ -1,0 +1,1 @@
+"""What turns numbers into advice, pages and commands."""

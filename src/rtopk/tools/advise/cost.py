@@ -1,0 +1,170 @@
+"""Predicted step time of every method, from measured parts: selection, codec, software, wire.
+
+A step is the computation, the buckets that DDP sends while backward goes on, and what waits for its end. The
+wire is a ring: an all-reduce passes 2 (n - 1) / n of its bytes over every link in 2 (n - 1) messages, an
+all-gather n - 1 payloads in n - 1 messages. Sizes of our payloads are those of the codec itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rtopk.codec import Codec
+from rtopk.ddp.control import SIZE as CONTROL_BYTES
+from rtopk.studies.bench.link import METHODS
+from rtopk.studies.bench.standin import FORWARD
+from rtopk.tools.advise.machine import Machine
+
+HEADERS = (1514 + 66 / 2) / 1448  # Ethernet, IP and TCP, and an acknowledgement for every other segment
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes; DDP's defaults
+TENSORS = 60  # assumed where only the number of entries is known
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what a step of it takes without communication."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    step_ms: float
+
+    @classmethod
+    def of_size(cls, size: int, step_ms: float) -> "Workload":
+        """Assume square weights of equal size where only the number of entries is known."""
+        if size < TENSORS:
+            raise ValueError(f"a model must have at least {TENSORS} entries to be worth advice, got {size}")
+        side = max(1, round((size / TENSORS) ** 0.5))
+        return cls(((side, size // TENSORS // side or 1),) * TENSORS, step_ms)
+
+    @property
+    def size(self) -> int:
+        """The number of entries, d."""
+        return sum(_entries(shape) for shape in self.shapes)
+
+    @property
+    def dense_size(self) -> int:
+        """The entries of one dimension, which ours sends whole."""
+        return sum(_entries(shape) for shape in self.shapes if len(shape) <= 1)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the nodes."""
+
+    nodes: int
+    mbit: float | None  # of each node's link, per direction; None is as fast as the software
+    latency_ms: float = 0.0  # one way
+    burst: float = 0.0  # bytes that a shaped link lets through at once
+    sharing: float = 1.0  # ranks that share a core
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise ValueError(f"nodes must be at least 2, got {self.nodes}")
+        if self.mbit is not None and not self.mbit > 0:
+            raise ValueError(f"mbit must be positive, got {self.mbit}")
+        if self.latency_ms < 0:
+            raise ValueError(f"latency_ms must not be negative, got {self.latency_ms}")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a method is expected to take and to send."""
+
+    method: str
+    density: float | None
+    values: str | None
+    step_ms: float
+    local_ms: float  # selection, codec, averaging
+    wire_ms: float  # on the link, hidden behind backward or not
+    payload_bytes: float
+    received_bytes: float = field(default=0.0)  # per node and step, without headers
+
+
+def predict(machine: Machine, work: Workload, link: Link) -> list[Prediction]:
+    """Predict every method of `rtopk bench link`."""
+    return [_predict(machine, work, link, *key) for key in METHODS]
+
+
+def _predict(
+    machine: Machine, work: Workload, link: Link, method: str, density: float | None, values: str | None
+) -> Prediction:
+    n, size = link.nodes, work.size
+    if method == "rtopk" and density is not None and values is not None:
+        return _predict_ours(machine, work, link, density, values)
+    gather = method == "topk-allgather"
+    entries = _payload_entries(work, method, density)
+    payload = entries * (12 if gather else 2 if method == "fp16" else 4)
+    received = payload * (n - 1) if gather else payload * 2 * (n - 1) / n
+    sent = entries if gather else 0.0
+    local = machine.select[method].seconds(size, sent) * link.sharing
+    buckets = _buckets(work.shapes)
+    collectives = 3 if method.startswith("powersgd") else 2 if gather else 1
+    rounds = (n - 1) if gather else 2 * (n - 1)
+    free = busy = 0.0  # when the link is free again, and how long it works in all
+    backward = 1e-3 * work.step_ms * (1 - FORWARD)
+    done = 0.0  # local work so far: it holds backward up
+    for share, ready in buckets:
+        done += local * share
+        time = _wire(machine, link, received * share, collectives * rounds)
+        free = max(free, 1e-3 * work.step_ms * FORWARD + backward * ready + done) + time
+        busy += time
+    step = max(free, 1e-3 * work.step_ms + local)
+    return Prediction(method, density, values, 1e3 * step, 1e3 * local, 1e3 * busy, payload, received)
+
+
+def _predict_ours(machine: Machine, work: Workload, link: Link, density: float, values: str) -> Prediction:
+    n, size, tail = link.nodes, work.size, work.dense_size
+    entries = max(1, round(density * (size - tail))) + tail
+    payload = CONTROL_BYTES + Codec(values=values, fixed=True, dense_size=tail).capacity(size, entries)
+    received = payload * (n - 1)
+    local = (
+        machine.select["rtopk"].seconds(size, entries)
+        + machine.encode[values].seconds(size, entries)
+        + machine.average[values].seconds(size, n * entries)
+    ) * link.sharing
+    wire = _wire(machine, link, received, n - 1)
+    step = 1e-3 * work.step_ms + local + wire
+    return Prediction("rtopk", density, values, 1e3 * step, 1e3 * local, 1e3 * wire, payload, received)
+
+
+def _wire(machine: Machine, link: Link, received: float, messages: int) -> float:
+    """Return the seconds of a collective: the slower of link and software, and a delay for each message."""
+    software = 1e-9 * machine.byte_ns * received * link.sharing
+    beyond = max(0.0, received * HEADERS - link.burst)
+    carried = 0.0 if link.mbit is None else beyond * 8 / (link.mbit * 1e6)
+    return max(software, carried) + messages * 1e-3 * (machine.message_ms * link.sharing + link.latency_ms)
+
+
+def _payload_entries(work: Workload, method: str, density: float | None) -> float:
+    if density is not None:
+        return max(1, round(density * work.size))
+    if not method.startswith("powersgd"):
+        return work.size
+    rank, total = int(method[-1]), 0
+    for shape in work.shapes:
+        rows = shape[0]
+        columns = _entries(shape) // rows
+        low = (rows + columns) * rank
+        total += low if low * 2 < rows * columns else rows * columns  # PyTorch's rule
+    return total
+
+
+def _buckets(shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
+    """Return DDP's buckets: their share of the entries, and how far backward is when they are full."""
+    total = sum(_entries(shape) for shape in shapes)
+    weights = sum(len(shape) > 1 for shape in shapes) or 1
+    found, held, passed, limit = [], 0, 0, FIRST_BUCKET
+    for shape in reversed(shapes):
+        held += _entries(shape)
+        passed += len(shape) > 1
+        if 4 * held >= limit:
+            found.append((held / total, min(1.0, passed / weights)))
+            held, limit = 0, BUCKET
+    if held:
+        found.append((held / total, 1.0))
+    return found
+
+
+def _entries(shape: Sequence[int]) -> int:
+    product = 1
+    for side in shape:
+        product *= side
+    return product

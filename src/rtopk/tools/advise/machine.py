@@ -1,0 +1,135 @@
+"""What one rank of a machine takes for each part of a method, measured: all that predictions know of CPUs.
+
+`measure` runs the real methods between two ranks on loopback (the code of `rtopk bench link`, computation
+switched off) at two densities, and splits what they took: part per entry of the model, part per entry sent.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rtopk.studies.bench.link import Row
+
+NODES = 2  # of the measurement
+
+
+@dataclass(frozen=True)
+class Line:
+    """A cost in nanoseconds: so much per entry of the model, so much per entry sent (or received)."""
+
+    entry: float
+    sent: float = 0.0
+
+    def seconds(self, size: float, sent: float = 0.0) -> float:
+        """Return the cost of `size` entries of which `sent` are sent."""
+        return 1e-9 * (self.entry * size + self.sent * sent)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Costs of one rank that has a core to itself."""
+
+    name: str
+    select: Mapping[str, Line]  # method -> selection or compression, and all passes over the gradient
+    encode: Mapping[str, Line]  # values -> encoding
+    average: Mapping[str, Line]  # values -> decoding and averaging; `sent` is per entry received
+    byte_ns: float  # of the software between a rank and its link, per byte of a collective
+    message_ms: float  # of a collective's step from one rank to the next, without the link's latency
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Machine":
+        """Read what `as_json` returned."""
+        lines = {
+            part: {name: Line(**line) for name, line in data[part].items()}
+            for part in ("select", "encode", "average")
+        }
+        return cls(data["name"], **lines, byte_ns=data["byte_ns"], message_ms=data["message_ms"])
+
+
+def reference() -> Machine:
+    """Return the machine that was measured for the documentation."""
+    text = resources.files("rtopk.tools.advise").joinpath("reference.json").read_text()
+    return Machine.from_json(json.loads(text))
+
+
+def measure(tell: Callable[[str], None] = lambda text: None, model: str = "resnet18") -> Machine:
+    """Measure this machine, in about a minute."""
+    from rtopk.studies.bench.fleet import Fleet
+    from rtopk.studies.bench.link import Cell, Plan, measure_cell
+
+    plan = Plan(loopback=True, rounds=2, steps=3)
+    tell(f"starting {NODES} ranks")
+    with Fleet(NODES, None) as fleet:
+        size = fleet.order("load", model=model)[0]["size"]
+        rows = measure_cell(plan, fleet, Cell(model, size, None, NODES, compute_ms=0.0), tell)
+        message = min(answer["seconds"] for answer in fleet.order("barriers"))
+    return fit(rows, message, cpu())
+
+
+def fit(rows: Sequence["Row"], message_seconds: float, name: str) -> Machine:
+    """Split the parts of measured rows by entry and by entry sent."""
+    size, nodes = rows[0].size, rows[0].nodes
+    found: dict[tuple[str, float | None, str | None], Row] = {
+        (r.method, r.density, r.values): r for r in rows
+    }
+    dense = found["dense", None, None]
+    traffic = dense.payload_bytes * 2 * (nodes - 1) / nodes
+    byte_ns = 1e6 * max(0.0, dense.step_ms - dense.off_ms) / traffic
+    select: dict[str, Line] = {"dense": Line(0.0)}
+    for method in ("fp16", "powersgd-1", "powersgd-2"):
+        row = found[method, None, None]
+        software = 1e-6 * byte_ns * row.payload_bytes * 2 * (nodes - 1) / nodes
+        select[method] = Line(1e6 * max(0.0, row.step_ms - row.off_ms - software) / size)
+    coarse, fine = (found["topk-allgather", density, None] for density in (0.01, 0.001))
+    select["topk-allgather"] = _line(
+        [(row.payload_bytes / 12, row.step_ms - row.off_ms) for row in (coarse, fine)], size
+    )
+    encode, average = {}, {}
+    overheads = []
+    for values in ("fp16", "4bit"):
+        pair = [found["rtopk", density, values] for density in (0.01, 0.001)]
+        sent = [row.density * size for row in pair if row.density is not None]
+        encode[values] = _line([(k, row.encode_ms) for k, row in zip(sent, pair, strict=True)], size)
+        average[values] = _line(
+            [(nodes * k, row.average_ms) for k, row in zip(sent, pair, strict=True)], size
+        )
+        overheads.append(
+            _line(
+                [
+                    (k, row.step_ms - row.off_ms - row.codec_ms - row.exchange_ms)
+                    for k, row in zip(sent, pair, strict=True)
+                ],
+                size,
+            )
+        )
+    select["rtopk"] = Line(
+        sum(line.entry for line in overheads) / 2, sum(line.sent for line in overheads) / 2
+    )
+    return Machine(name, select, encode, average, byte_ns, 1e3 * message_seconds)
+
+
+def _line(points: Sequence[tuple[float, float]], size: int) -> Line:
+    """Draw the line through two points (entries sent, milliseconds), neither part below zero."""
+    (more, slow), (less, fast) = points
+    sent = max(0.0, (slow - fast) / (more - less))
+    return Line(1e6 * max(0.0, min(fast, slow) - sent * less) / size, 1e6 * sent)
+
+
+def cpu() -> str:
+    """Name the CPU, and how many cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    model = "unknown CPU"
+    try:
+        with open("/proc/cpuinfo") as file:  # noqa: PTH123 -- one line of a virtual file
+            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{model}, {cores} cores"

@@ -1,0 +1,261 @@
+"""`rtopk lab`: the paper's theorems, measured; and what they say about the gradients of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rtopk.studies.train.config import METHODS, Config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(help="See each theorem of the paper happen.", no_args_is_help=True)
+_DEFAULT = Config()
+
+Out = typer.Option(Path("runs/lab"), help="Folder of the pictures.")
+Json = typer.Option(False, "--json", help="Print one JSON object instead of tables.")
+Seed = typer.Option(0, help="The same seed repeats every number.")
+
+
+@app.command()
+def risk(
+    d: int = typer.Option(4096, min=2, help="Entries of the vector."),
+    s: float = typer.Option(64.0, help="Bound on the sum of theta."),
+    n: int = typer.Option(1000, min=4, help="Nodes."),
+    k: int = typer.Option(150, min=2, help="Bits a node may send."),
+    family: str = typer.Option("flat", help="Family of theta: flat, power, few or cube."),
+    signed: bool = typer.Option(False, help="Give the ones signs."),
+    repeats: int = typer.Option(12, min=2, help="Monte Carlo experiments a point."),
+    seed: int = Seed,
+    out: Path = Out,
+    as_json: bool = Json,
+) -> None:
+    """Measure the risk of every scheme, and bits used.
+
+    Against k, n, s and d.
+    The last table has the slopes where Theorem 1 predicts -1, -1 and 2.
+    """
+    from rtopk.studies.lab.risk import Setting
+    from rtopk.studies.lab.studies import steps_of_risk, study_risk
+    from rtopk.tools.show.terminal import console, make_progress
+
+    base = Setting(d, s, n, k, family, signed)
+    with make_progress() as progress:
+        bar = progress.add_task("risk", total=steps_of_risk(base))
+        study = study_risk(base, repeats, seed, lambda: progress.advance(bar))
+    from rtopk.studies.lab import pictures
+
+    paths = [*pictures.risk_sweeps(study, out), *pictures.bits(study, out)]
+    if _printed(as_json, study.to_dict(), paths):
+        return
+    for sweep in study.sweeps:
+        fixed = ", ".join(f"{a} = {getattr(base, a):g}" for a in "dsnk" if a != sweep.axis)
+        table = _table(f"Risk against {sweep.axis} ({fixed})", [sweep.axis, *sweep.risks, "Thm 2", "Thm 1"])
+        points = list(zip(*sweep.risks.values(), sweep.lower, sweep.upper, strict=True))
+        for *risks, lower, upper in points:
+            cells = [f"{found.mean:.4g}" for found in risks]
+            value = getattr(risks[0].setting, sweep.axis)
+            table.add_row(f"{value:g}", *cells, f"{lower:.4g}" if lower else "-", f"{upper:.4g}")
+        table.add_section()
+        table.add_row("slope", *(f"{slope.value:+.3f}" for slope in sweep.slopes.values()), "", "")
+        console.print(table)
+    table = _table("Bits a node for 3 x centralised risk (s = 16, n = 4000)", ["d", *study.needed])
+    for rows in zip(*study.needed.values(), strict=True):
+        table.add_row(str(rows[0][0]), *("none" if need is None else str(need) for _, need in rows))
+    console.print(table)
+    table = _table(
+        "Slopes in the regime (d = 2^60, k' far below s)", ["axis", "slope, 95 % interval", "theorem"]
+    )
+    for axis, want in (("k", "-1"), ("n", "-1"), ("s", "+2")):
+        table.add_row(axis, str(study.regime[axis]), want)
+    console.print(table)
+    worst = max(row["used"] - row["k"] for row in study.bits)
+    console.print(f"Bits used: at most k at {len(study.bits)} values of k; the closest is k {worst:+d}.")
+    _tell(paths)
+
+
+@app.command()
+def bounds(
+    repeats: int = typer.Option(16, min=2, help="Least Monte Carlo experiments a setting."),
+    seed: int = Seed,
+    out: Path = Out,
+    as_json: bool = Json,
+) -> None:
+    """Hold measured risk between Theorem 2 and Theorem 1.
+
+    On a grid; prints the constants c and C that it needs.
+    """
+    from rtopk.studies.lab.bounds import LOWER, UPPER
+    from rtopk.studies.lab.risk import grid
+    from rtopk.studies.lab.studies import study_bounds
+    from rtopk.tools.show.terminal import console, make_progress
+
+    with make_progress() as progress:
+        bar = progress.add_task("bounds", total=len(grid()))
+        study = study_bounds(repeats, seed, lambda: progress.advance(bar))
+    from rtopk.studies.lab import pictures
+
+    paths = pictures.bounds(study, out)
+    if _printed(as_json, study.to_dict(), paths):
+        return
+    table = _table(
+        "Measured risk over each bound, by d", ["d", "settings", "least / Thm 2", "largest / Thm 1"]
+    )
+    for d in sorted({row.setting.d for row in study.rows}):
+        rows = [row for row in study.rows if row.setting.d == d]
+        least, largest = min(row.over_lower for row in rows), max(row.over_upper for row in rows)
+        table.add_row(str(d), str(len(rows)), f"{least:.3f}", f"{largest:.3f}")
+    console.print(table)
+    console.print(
+        f"{len(study.rows)} settings need c = {study.c:.3f} and C = {study.C:.3f}; the fixed pair "
+        f"({LOWER:g}, {UPPER:g}) {'encloses them all' if study.inside else 'DOES NOT enclose them all'}."
+    )
+    _tell(paths)
+
+
+@app.command()
+def convergence(
+    d: int = typer.Option(100, min=2, help="Dimensions of the problem."),
+    nodes: int = typer.Option(4, min=1, help="Nodes."),
+    sigma: float = typer.Option(1.0, min=0.0, help="Size of the gradient noise."),
+    density: list[float] = typer.Option([0.05, 0.2, 1.0], help="k / d; repeat for several."),
+    horizon: list[int] = typer.Option([150, 400, 1000], help="T; repeat for at least three."),
+    seeds: int = typer.Option(1, min=1, help="Runs of each kind."),
+    out: Path = Out,
+    as_json: bool = Json,
+) -> None:
+    """See Algorithm 1 converge as Theorem 3 says.
+
+    On a non-convex problem with known L and G.
+    """
+    from rtopk.studies.lab.convergence import Problem
+    from rtopk.studies.lab.studies import steps_of_convergence, study_convergence
+    from rtopk.tools.show.terminal import console, make_progress
+
+    with make_progress() as progress:
+        bar = progress.add_task("convergence", total=steps_of_convergence(density, horizon, seeds))
+        problem = Problem(d, nodes, sigma)
+        study = study_convergence(problem, density, horizon, seeds, lambda: progress.advance(bar))
+    from rtopk.studies.lab import pictures
+
+    paths = pictures.convergence(study, out)
+    if _printed(as_json, study.to_dict(), paths):
+        return
+    title = f"Mean ||grad f||^2 (L = {problem.L:g}, G = {problem.G:.3f}, gap = {problem.gap():.2f})"
+    table = _table(title, ["k", "T", "measured", "Thm 3", "1/sqrt(T) term", "1/T term"])
+    for o in study.outcomes:
+        bound = [f"{value:.4g}" for value in (sum(o.bound), *o.bound)]
+        table.add_row(str(o.k), str(o.T), f"{o.measured:.4g}", *bound)
+    console.print(table)
+    for k, slope in sorted(study.slopes.items()):
+        console.print(f"k = {k}: slope in T {slope} (first term of the theorem: -0.5)")
+    table = _table(
+        f"measured(k) - measured(d) at T = {study.excess_horizon}", ["k", *study.excess, "1/T term"]
+    )
+    for (k, term), *excess in zip(study.second_terms, *study.excess.values(), strict=True):
+        table.add_row(str(k), *(f"{value:.4g}" for _, value in excess), f"{term:.4g}")
+    console.print(table)
+    for name, slope in study.excess_slopes.items():
+        console.print(f"{name}: slope of that in k {slope} (second term of the theorem: about -2)")
+    console.print(f"Theorem 3 {'was never crossed' if study.never_crossed else 'WAS CROSSED'}.")
+    _tell(paths)
+
+
+@app.command()
+def inspect(
+    task: str = typer.Option(_DEFAULT.task, help="A task of `rtopk train`."),
+    method: str = typer.Option("dense", help=f"How the run itself trains: {', '.join(METHODS)}."),
+    at: list[int] = typer.Option([0, 20, 60], help="Rounds to look at; repeat for several."),
+    nodes: int = typer.Option(_DEFAULT.nodes, help="Number of nodes."),
+    batch: int = typer.Option(_DEFAULT.batch, help="Examples per node and step."),
+    density: float = typer.Option(0.01, help="k / d of the comparison."),
+    choose: list[float] = typer.Option([0.001, 0.003, 0.01, 0.03, 0.1], help="Densities to choose from."),
+    tolerance: float = typer.Option(0.1, help="Part of what was due that may lag."),
+    seed: int = Seed,
+    out: Path = Out,
+    as_json: bool = Json,
+) -> None:
+    """Test the paper's premise on a model's gradients.
+
+    Runs the task and, beside it, every scheme on the same gradients. Ends with
+    a verdict and a recommendation for k and r.
+    """
+    import torch
+
+    from rtopk.studies.lab.gradients import Inspector
+    from rtopk.studies.train.loop import Run
+    from rtopk.studies.train.probe import inspect as look_into
+    from rtopk.tools.show.terminal import console, make_progress
+
+    torch.set_num_threads(1)
+    rounds = max([_DEFAULT.rounds, *(1 + round_ for round_ in at)])
+    run = Run(Config(task=task, method=method, nodes=nodes, batch=batch, density=density, seed=seed,
+                     rounds=rounds))  # fmt: skip
+    inspector = Inspector(nodes, run.layout.size, density, choose, seed, tolerance)
+    with make_progress() as progress:
+        bar = progress.add_task("rounds", total=max(at, default=0) + 1)
+        look_into(run, inspector, at, lambda: progress.advance(bar))
+    from rtopk.studies.lab import pictures
+
+    paths = pictures.gradients(inspector.looks, out)
+    verdict, advice = inspector.verdict(), inspector.recommend()
+    report = {"task": task, "looks": inspector.looks, "verdict": verdict, "recommendation": advice}
+    if _printed(as_json, report, paths):
+        return
+    for look in inspector.looks:
+        console.print(_look_table(look))
+    console.print(
+        f"Premise {verdict['premise']}: s / d = {verdict['s_over_d']:.3f} (Gaussian: 0.637); the nodes' k "
+        f"largest overlap {verdict['overlap_over_chance']:.1f} x more than by chance."
+    )
+    for name, true in verdict["parts"].items():
+        console.print(f"  {'yes' if true else 'no ':3} {name.replace('_', ' ')}")
+    console.print(
+        f"Recommended: k = {advice['k']} (density {advice['density']:g}), r = {advice['r']} "
+        f"(r / k = {advice['r_over_k']:g}: {advice['scheme']}); after {advice['rounds']} rounds "
+        f"{100 * advice['lag']:.1f} % of what was due lags (tolerance {100 * tolerance:g} %"
+        f"{'' if advice['within_tolerance'] else ', NOT kept: choose a larger density'})."
+    )
+    if len(advice["alike"]) > 1:
+        alike = ", ".join(f"{r:.4g}" for r in advice["alike"])
+        console.print(f"r / k = {alike} lag alike (within 5 %): any of them will do.")
+    _tell(paths)
+
+
+def _look_table(look: dict[str, Any]) -> "Table":
+    node = look["node"]
+    table = _table(
+        f"Round {look['round']}: d = {node['d']}, k = {look['k']}, s = {node['s']:.0f}, tail index "
+        f"{node['tail_index']:.2f}, {100 * node['energy_in_largest']['0.01']:.0f} % of energy in 1 %\n"
+        f"Squared error / ||true||^2 (dense mean of the nodes: {look['error_of_dense_mean']:.3g})",
+        ["scheme", "r / k", "k", "bytes", "plain", "x r / k", "with residual", "lag"],
+    )
+    for row in look["schemes"]:
+        errors = [f"{row[c]:.3g}" for c in ("error", "error_scaled", "error_with_residual", "lag")]
+        table.add_row(row["scheme"], f"{row['r_over_k']:.4g}", str(row["k"]), f"{row['bytes']:,}", *errors)
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _printed(as_json: bool, report: dict[str, Any], paths: Sequence[Path]) -> bool:
+    from rtopk.tools.show.terminal import print_json
+
+    if as_json:
+        print_json({**report, "pictures": [str(path) for path in paths]})
+    return as_json
+
+
+def _tell(paths: Sequence[Path]) -> None:
+    from rtopk.tools.show.terminal import console
+
+    console.print("Pictures: " + ", ".join(str(path) for path in paths))

@@ -1,0 +1,171 @@
+"""Inputs -> one HTML page: text and tables first, pictures for pages without scripts, plots for those with.
+
+The page loads nothing: style, script and data are inside, and its security policy forbids the network (the
+live page may ask its own server).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from rtopk.tools.report import figures, paper, pictures, tables, words
+from rtopk.tools.report.figures import Plain
+from rtopk.tools.report.inputs import Inputs
+from rtopk.tools.report.series import Series, collect
+from rtopk.tools.report.studies import show
+from rtopk.tools.show import palette
+
+PLOTS = {  # section of a panel -> heading and what the plots of it show
+    "curve": "Curves",
+    "ledger": "Bytes of a round",
+    "residual": "Residual",
+    "density": "Density",
+    "time": "Where the time of a round goes",
+}
+NOTES = {
+    "headline": "Last score against bytes sent per node, with 95 % intervals over seeds; faint lines show the way "
+    "there. Methods that sent as much stand side by side.",
+    "curve": "Mean over seeds; the band is its 95 % interval.",
+    "ledger": "Bytes that a node sends (thick) and receives (thin) in a round, mean between evaluations.",
+    "residual": "Norm of what is kept back for later rounds, mean over nodes and seeds.",
+    "density": "Part of the entries that is sent, k / d, by round.",
+    "time": "Milliseconds: gradient and compress of one node, exchange and apply of all nodes.",
+}
+
+
+@dataclass
+class Page:
+    """What a page says, in parts that a live page can renew one by one."""
+
+    inputs: Inputs
+    live: bool = False
+
+    @cached_property
+    def panels(self) -> dict[str, list[Series]]:
+        """Return the series of each panel."""
+        return collect(self.inputs.runs)
+
+    @cached_property
+    def data(self) -> list[Plain]:
+        """Return the numbers behind the plots of each panel."""
+        return [figures.panel(title, series) for title, series in self.panels.items()]
+
+    @cached_property
+    def studies(self) -> list[tuple[str, str, list[Plain]]]:
+        """Return title, tables and charts of each study."""
+        return [(study.title, *show(study)) for study in self.inputs.studies]
+
+    def model(self) -> Plain:
+        """Return all that the script draws."""
+        charts = [chart for _, _, found in self.studies for chart in found]
+        return {"panels": self.data, "charts": charts, "live": self.live}
+
+    def parts(self) -> dict[str, str]:
+        """Return the pieces of text and tables by name."""
+        shown = "".join(f"<p>{escape(words.what_it_shows(series))}</p>" for series in self.panels.values())
+        parts = {
+            "run": f"<p>{escape(words.what_was_run(self.panels, self.inputs.tuning))}</p>"
+            if self.panels
+            else "",
+            "shows": shown,
+            "summary": tables.summary(self.panels),
+            "paper": paper.tables(self.panels) + paper.tuning(self.inputs.choices),
+            "ledger": tables.ledger(self.panels) if self.panels else "",
+            "time": tables.times(self.panels),
+            "environment": tables.environment(self.panels) if self.panels else "",
+        }
+        for i, (_, html, _) in enumerate(self.studies):
+            parts[f"study-{i}"] = html
+        return parts
+
+    def frame(self) -> str:
+        """Name what the page's skeleton depends on; a live page that differs in it is loaded anew."""
+        labels = [[one.label for one in series] for series in self.panels.values()]
+        charts = [[chart["title"] for chart in found] for _, _, found in self.studies]
+        shown = [bool(p["series"]) for p in self.data]
+        return json.dumps([list(self.panels), labels, shown, charts, bool(paper.tables(self.panels))])
+
+    def html(self) -> str:
+        """Return the page."""
+        title = "rtopk: " + ("; ".join(self.panels) or ", ".join(title for title, _, _ in self.studies))
+        return Template(_asset("page.html")).substitute(
+            title=escape(title),
+            policy="connect-src 'self'" if self.live else "connect-src 'none'",
+            refresh='<noscript><meta http-equiv="refresh" content="5"></noscript>' if self.live else "",
+            style=palette.css() + _asset("page.css"),
+            main="".join(self._sections()),
+            model=_json_for_html({**self.model(), "frame": self.frame(), "markers": palette.PLOTLY_MARKERS}),
+            plotly=_asset("plotly-basic.min.js").replace("</script", "<\\/script")
+            if self._has_plots()
+            else "",
+            script=_asset("page.js"),
+        )
+
+    def _has_plots(self) -> bool:
+        return bool(self.panels) or any(charts for _, _, charts in self.studies)
+
+    def _sections(self) -> Iterator[str]:
+        parts = self.parts()
+        if self.panels:
+            drawn = [{} if self.live else pictures.all_of(panel) for panel in self.data]
+            yield _section("first", "What it shows", _part(parts, "run") + _part(parts, "shows"))
+            yield '<div id="controls" hidden></div>'
+            yield f'<section id="headline">{self._figures("headline", drawn)}</section>'
+            yield _section("summary", "Every method", _part(parts, "summary"))
+            if parts["paper"]:
+                yield _section("paper", "Beside the paper", _part(parts, "paper"))
+            for plot, heading in PLOTS.items():
+                more = _part(parts, plot) if plot in ("ledger", "time") else ""
+                if plot != "time" or parts["time"]:
+                    yield _section(plot, heading, self._figures(plot, drawn) + more)
+        number = 0
+        for i, (title, _, charts) in enumerate(self.studies):
+            html = ""
+            for chart in charts:
+                static = "" if self.live else pictures.chart(chart)
+                html += _figure(f"chart-{number}", chart["title"], f'data-chart="{number}"', static)
+                number += 1
+            yield _section(
+                f"study-{i}-section", title, f'<div class="figures">{html}</div>' + _part(parts, f"study-{i}")
+            )
+        if self.panels:
+            yield _section("environment", "To repeat it", _part(parts, "environment"))
+
+    def _figures(self, plot: str, drawn: Sequence[Mapping[str, str]]) -> str:
+        found = []
+        for i, panel in enumerate(self.data):
+            if not panel["series"] or (plot == "time" and not any(one["spent"] for one in panel["series"])):
+                continue
+            note = f"{panel['title']}. {NOTES[plot]}"
+            data = f'data-plot="{plot}" data-panel="{i}"'
+            found.append(_figure(f"{plot}-{i}", note, data, drawn[i].get(plot, "")))
+        return f'<div class="figures">{"".join(found)}</div>'
+
+
+def _figure(name: str, caption: str, data: str, static: str) -> str:
+    return (
+        f'<figure id="{name}" {data}><div class="static">{static}</div>'
+        f'<div class="plot" role="img" aria-label="{escape(caption)}"></div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _section(name: str, heading: str, html: str) -> str:
+    return f'<section id="{name}"><h2>{escape(heading)}</h2>{html}</section>'
+
+
+def _part(parts: Mapping[str, str], name: str) -> str:
+    return f'<div data-part="{name}">{parts[name]}</div>'
+
+
+def _asset(name: str) -> str:
+    return (files("rtopk.tools.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _json_for_html(value: object) -> str:
+    """Write JSON that cannot end the script element that it stands in."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,180 @@
+"""Runs -> series: what differs only by seed is one series, with means and 95 % intervals over its seeds.
+
+Series of one task and setting share a panel. A label names what tells a series from the others of its panel:
+the method and its compression, then whatever option else differs.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from rtopk.tools.report.inputs import Record, is_going_on
+
+POINTS = 150  # of a curve on the page; more can neither be seen nor kept small
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and the half width of its 95 % interval (nan for one seed)."""
+
+    mean: float
+    half: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ± {self.half:.2f}" if self.count > 1 else f"{self.mean:.2f}"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs that differ only by seed."""
+
+    panel: str
+    label: str
+    runs: list[Record]
+    slot: int  # of the palette
+    dash: int  # 0 for the first series of its colour in the panel, then 1, 2, ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the options of the first run."""
+        config: dict[str, Any] = self.runs[0]["config"]
+        return config
+
+    @property
+    def metric(self) -> str:
+        """Name the score."""
+        return str(self.runs[0]["metric"])
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Say which way is up."""
+        return bool(self.runs[0].get("higher_is_better", True))
+
+    @property
+    def is_dense(self) -> bool:
+        """Say whether it sends everything."""
+        return bool(self.config["method"] == "dense")
+
+    @property
+    def measured(self) -> list[Record]:
+        """Return the runs that have been evaluated at least once."""
+        return [run for run in self.runs if run["curve"]]
+
+    @property
+    def going_on(self) -> bool:
+        """Say whether one of its runs is not at its end."""
+        return any(is_going_on(run) for run in self.runs)
+
+    @property
+    def scores(self) -> list[float]:
+        """Return the score at the end of each run."""
+        return [run["final"][self.metric] for run in self.measured]
+
+    def score(self) -> Estimate:
+        """Return the score at the end."""
+        return estimate(self.scores)
+
+    def over_runs(self, value: Callable[[Record], float]) -> float:
+        """Return the mean of something over the runs."""
+        return fmean(value(run) for run in self.measured)
+
+    def curve(self, value: Callable[[Record], float]) -> list[Estimate]:
+        """Return an estimate at every point that all runs have, thinned to what a page can show."""
+        length = min(len(run["curve"]) for run in self.measured)
+        return [estimate([value(run["curve"][i]) for run in self.measured]) for i in thinned(length)]
+
+
+def thinned(length: int, limit: int = POINTS) -> list[int]:
+    """Return at most `limit` positions, evenly spaced, the first and the last among them.
+
+    >>> thinned(7, 3)
+    [0, 3, 6]
+    """
+    if length <= limit:
+        return list(range(length))
+    return [round(i * (length - 1) / (limit - 1)) for i in range(limit)]
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return mean and 95 % interval (Student's t) of independent values."""
+    mean = fmean(values) if values else math.nan
+    if len(values) < 2:
+        return Estimate(mean, math.nan, len(values))
+    half = quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, half, len(values))
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Return mean(a) - mean(b) and its 95 % interval by Welch's t, without assuming equal spread."""
+    mean = fmean(a) - fmean(b)
+    if len(a) < 2 or len(b) < 2:
+        return Estimate(mean, math.nan, 1)
+    parts = [stdev(values) ** 2 / len(values) for values in (a, b)]
+    if sum(parts) == 0.0:
+        return Estimate(mean, 0.0, 2)
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (a, b), strict=True)
+    )
+    return Estimate(mean, quantile(freedom) * math.sqrt(sum(parts)), min(len(a), len(b)))
+
+
+def quantile(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
+
+
+def collect(runs: Sequence[Record]) -> dict[str, list[Series]]:
+    """Group runs into the series of each panel, in the order in which they come."""
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for run in runs:
+        config = run["config"]
+        panel = f"{config['task']}, {config['setting']}"
+        if "paper" in run:  # the same task serves several tables and studies
+            panel += f", {run['paper']['table'].replace('-', ' ')}"
+        same = str(sorted((name, str(value)) for name, value in config.items() if name != "seed"))
+        groups.setdefault(panel, {}).setdefault(same, []).append(run)
+    return {panel: _panel(panel, list(found.values())) for panel, found in groups.items()}
+
+
+SLOTS = ("dense", "top-k", "random-k", "rtop-k")  # as in the palette; other methods take the next ones
+
+
+def _panel(panel: str, groups: list[list[Record]]) -> list[Series]:
+    methods = [*SLOTS, *dict.fromkeys(g[0]["config"]["method"] for g in groups)]
+    methods = list(dict.fromkeys(methods))
+    labels = [
+        group[0]["paper"]["row"]
+        if "row" in group[0].get("paper", {})
+        else _label(group[0]["config"], [g[0]["config"] for g in groups])
+        for group in groups
+    ]
+    used = [0] * len(methods)
+    series = []
+    for group, label in zip(groups, labels, strict=True):
+        slot = methods.index(group[0]["config"]["method"])
+        series.append(Series(panel, label, group, slot, used[slot]))
+        used[slot] += 1
+    return series
+
+
+def _label(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    """Name a series: method and compression, then the options that differ where these are equal."""
+    dense = config["method"] == "dense"
+    name = "dense" if dense else f"{config['method']} {100 * (1 - config['density']):.4g} %"
+    rivals = [
+        other
+        for other in others
+        if other["method"] == config["method"] and (dense or other["density"] == config["density"])
+    ]
+    for option, value in config.items():
+        if option == "seed" or (dense and option == "density"):
+            continue
+        if any(other.get(option) != value for other in rivals):
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            name += f", {option.replace('_', ' ')} {text}"
+    return name

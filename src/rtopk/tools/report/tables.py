@@ -1,0 +1,126 @@
+"""Series -> HTML tables with real headers, for every figure that a plot shows."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from rtopk.studies.train.command import command
+from rtopk.tools.report.figures import STAGES, spent
+from rtopk.tools.report.series import Series, estimate
+
+Panels = Mapping[str, Sequence[Series]]
+
+
+def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; the first cell of a row is its header, wide ones scroll on their own."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def summary(panels: Panels) -> str:
+    """Return score, interval, bytes and what they are against dense, a table for each panel."""
+    parts = []
+    for panel, series in panels.items():
+        measured = [one for one in series if one.measured]
+        if not measured:
+            continue
+        dense = next((one for one in measured if one.is_dense), None)
+        columns = [
+            "method", f"{measured[0].metric}, mean and 95 % interval", "seeds", "bytes sent per node and round",
+            "times fewer than dense", "rounds done",
+        ]  # fmt: skip
+        rows = []
+        for one in measured:
+            sent = one.over_runs(lambda run: run["sent_bytes_per_round"])
+            less = f"{dense.over_runs(lambda run: run['sent_bytes_per_round']) / sent:,.1f}" if dense else "–"
+            done = min(run["final"]["round"] for run in one.measured)
+            rounds = f"{done:,}" + (f" of {one.config['rounds']:,}" if one.going_on else "")
+            rows.append([one.label, str(one.score()), str(one.score().count), f"{sent:,.0f}", less, rounds])
+        parts.append(table(panel, columns, rows))
+    return "".join(parts)
+
+
+def ledger(panels: Panels) -> str:
+    """Return the bytes of each direction, measured on the payloads, a table for each panel."""
+    columns = [
+        "method", "sent a round", "received a round", "rounds", "sent in all", "received in all",
+    ]  # fmt: skip
+    parts = []
+    for panel, series in panels.items():
+        rows = []
+        for one in series:
+            if not one.measured:
+                continue
+            cells = [
+                f"{one.over_runs(lambda run, n=name: run['final'][n]):,.0f}"  # type: ignore[misc]
+                for name in ("sent_bytes", "received_bytes")
+            ]
+            rounds = one.over_runs(lambda run: run["final"]["round"])
+            each = [
+                f"{one.over_runs(lambda run, n=name: run[n]):,.0f}"  # type: ignore[misc]
+                for name in ("sent_bytes_per_round", "received_bytes_per_round")
+            ]
+            rows.append([one.label, *each, f"{rounds:,.0f}", *cells])
+        if rows:
+            parts.append(table(f"{panel}: bytes of one node, by direction", columns, rows))
+    return "".join(parts)
+
+
+def times(panels: Panels) -> str:
+    """Return where the time of a round goes, a table for each panel; empty where no run measured it."""
+    columns = ["method", *STAGES, "whole round, all nodes"]
+    what = "milliseconds a round: gradient and compress of one node, exchange and apply of all"
+    parts = []
+    for panel, series in panels.items():
+        rows = []
+        for one in series:
+            found = spent(one) if one.measured else {}
+            if found:
+                cells = [f"{found[stage] or 0.0:.2f}" for stage in STAGES]
+                whole = estimate([1000 * run["seconds"] / run["final"]["round"] for run in one.measured]).mean
+                rows.append([one.label, *cells, f"{whole:.2f}"])
+        if rows:
+            parts.append(table(f"{panel}: {what}", columns, rows))
+    return "".join(parts)
+
+
+def environment(panels: Panels) -> str:
+    """Return what the runs ran on, and the command that repeats each."""
+    runs = [run for series in panels.values() for one in series for run in one.runs]
+    names = list(dict.fromkeys(name for run in runs for name in run.get("environment", {})))
+    found = (run.get("environment", {}) for run in runs)
+    different = list({str(sorted(env.items())): env for env in found}.values())
+    columns = [
+        "",
+        *(f"environment {i + 1}" if len(different) > 1 else "value" for i in range(len(different))),
+    ]
+    rows = [[name, *(str(env.get(name, "–")) for env in different)] for name in names]
+    parts = [table("Environment", columns, rows)] if rows else []
+    for panel, series in panels.items():
+        lines = [run.get("command") or command(run["config"]) for one in series for run in one.runs]
+        text = escape("\n".join(lines))
+        parts.append(
+            f"<details><summary>{escape(panel)}: the commands of {len(lines)} runs</summary>"
+            f'<pre tabindex="0">{text}</pre></details>'
+        )
+    return "".join(parts)
+
+
+def number(value: object) -> str:
+    """Return a cell of a table: numbers with four digits, the rest as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return "–" if value is None else str(value)

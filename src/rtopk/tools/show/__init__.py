@@ -1,0 +1,1 @@
+"""Palette, intervals and what is printed on a terminal: the same everywhere."""
