@@ -13,10 +13,10 @@ from pathlib import Path
 import coverage
 
 WATCHED = {
-    "cut.py": None,  # all functions
-    "floors.py": None,
+    "rank.py": None,  # all functions
+    "search.py": ("stride", "quantiles", "Search.aim", "Search.learn", "Search.take", "Search.put"),
     "loops.py": ("keep", "pick"),
-    "kernels.py": ("pick", "_corrected", "_collect", "_part", "_grown", "search_largest", "sampled_floor"),
+    "cpu.py": ("pick", "_floor", "_collect", "_part", "_grown", "_without_search"),
 }
 
 
@@ -48,17 +48,15 @@ def exercise():
 
     import structured
     from rtopk import kernels
-    from rtopk.kernels import draws, loops
-    from rtopk.kernels import jit as simd
-    from rtopk.kernels import rank as cut
-    from rtopk.kernels.search import Scratch, Search
+    from rtopk.kernels import draws, loops, rank, simd
+    from rtopk.kernels.search import LARGE, Search
 
-    for module in (cut, loops):
+    for module in (rank, loops):
         as_python(module)
     loops.deposit = simd.deposit_by_steps
     torch.set_num_threads(1)
-    cut.FEW = 16  # so that few entries make the histogram narrow
-    rng, scratch = np.random.default_rng(0), Scratch()
+    rank.FEW = 16  # so that few entries make the histogram narrow
+    rng, search = np.random.default_rng(0), Search()
     for d in [65, 300, 3000] * 12 + [40_000] * 6:
         values = structured.vector(rng, d)[1]
         vector, r = torch.from_numpy(values), structured.ranks(rng, d)
@@ -66,21 +64,28 @@ def exercise():
         assert np.array_equal(kernels.largest(vector, r).numpy(), expected)
         rth = float(np.abs(values[expected]).min())
         for floor in (rth, 0.0, rth * 4):
-            found = kernels.scan(vector, Search(floor, r), scratch)
+            search.floor, search.wanted = floor, r
+            found = kernels.scan(vector, search)
             if len(found) >= r:
                 words = draws.draw_words(r, k, 7)
                 picked = kernels.pick(found, r, words, k)
                 assert np.array_equal(picked.positions.numpy(), expected[draws.set_bits(words, k).numpy()])
-    vector, r = torch.arange(40_000.0).flip(0), kernels.SOUND
+    vector, r = torch.arange(40_000.0).flip(0), LARGE
     for floor in (
         0.0,
         1e6,
         40_000.0 - r,
     ):  # r is large: a sample corrects the first two floors, not the third
         for _ in range(2):
-            kernels.scan(vector, Search(floor, r, 39_990), scratch)
+            search.floor, search.wanted, search.size = floor, r, 39_990
+            kernels.scan(vector, search)
     for kind in (vector, vector.double()):
         assert torch.equal(kernels.largest(kind, 39_999), torch.arange(39_999))
+    fresh = Search()
+    for magnitude, r in ((1.0, 10), (1e3, 10), (0.0, 10), (1.0, 20)):
+        fresh.aim(r, 400)
+        fresh.learn(magnitude, r)
+    assert not fresh.aim(400, 400)
     try:
         kernels.pick(kernels.scan(vector, Search(1e6)), 1, draws.every_bit(1), 1)
     except ValueError as error:
@@ -91,7 +96,7 @@ def main():
     """Measure, and print a JSON report."""
     import rtopk
 
-    home = Path(rtopk.__file__).parent
+    home = Path(rtopk.__file__).parent / "kernels"
     watch = coverage.Coverage(data_file=None, branch=True, include=[str(home / name) for name in WATCHED])
     watch.exclude("raise AssertionError")
     watch.start()

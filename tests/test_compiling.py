@@ -20,8 +20,7 @@ def run(program, folder):
 
 def test_nothing_is_compiled_at_import(tmp_path):
     said, compiled = run(
-        "import rtopk, rtopk.kernels.jit, rtopk.kernels.loops, rtopk.kernels.rank, rtopk.kernels.draws, rtopk.wire.positions",
-        tmp_path,
+        "import rtopk, rtopk.wire.positions; from rtopk.kernels import draws, loops, rank", tmp_path
     )
     assert said == ""
     assert compiled == []
@@ -31,12 +30,11 @@ def test_the_first_call_says_that_it_compiles_and_keeps_the_result(tmp_path):
     """Once, though two loops are compiled; with so little patience that no machine is too fast."""
     program = """
 import torch
-from rtopk import cut, simd, threads
-simd.PATIENCE = 0.001
-from rtopk.kernels import reaches
+from rtopk.kernels import jit, rank, reaches
+jit.PATIENCE = 0.001
 for limit in (1.0, 2.0):
     reaches(torch.zeros(1000), limit)
-cut.tally(torch.zeros(1000).numpy(), 3)
+rank.tally(torch.zeros(1000).numpy(), 3)
 """
     said, compiled = run(program, tmp_path)
     assert said.count("rtopk compiles its loops") == 1

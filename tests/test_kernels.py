@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels
-from rtopk.kernels import draws
-from rtopk.kernels import jit as simd
-from rtopk.kernels.search import DOUBT, Scratch, Search
+from rtopk.kernels import draws, jit, simd
+from rtopk.kernels.search import CHECKS, LARGE, Search
 from rtopk.seed import generator
-from rtopk.select import Tracker, draw
+from rtopk.select import draw
 from rtopk.sparse import SparseVector
 from rtopk.studies.bench.compress_methods import Fused
 from rtopk.studies.bench.gradients import Gradients, synthetic
@@ -38,7 +37,7 @@ def slow_largest(vector, r):
 
 
 def without_loops(monkeypatch):
-    monkeypatch.setattr(kernels, "compilable", lambda *vectors: False)
+    monkeypatch.setattr(kernels, "_order", [kernels.BACKENDS["torch"]])
 
 
 def heavy(d, seed, step=0):
@@ -65,7 +64,8 @@ def test_candidates_are_all_entries_at_or_above_the_floor(d, floor, seed, data):
     gradient, size = heavy(d, seed), data.draw(st.integers(0, d))
     memory = ErrorFeedback()
     memory.add(heavy(d, seed + 100))
-    vector, candidates = memory.add(gradient, floor, size=size)
+    search = Search(floor, size=size)
+    vector, candidates = memory.add(gradient, search), search.found
     assert torch.equal(vector, heavy(d, seed + 100) + gradient)
     expected = (vector[:size].abs() >= torch.tensor(floor)).nonzero()[:, 0]
     assert torch.equal(candidates.positions, expected)
@@ -135,7 +135,7 @@ def test_bits_are_deposited_with_and_without_the_instruction(bits, mask):
         assert int(simd.deposit_by_steps(lowest, np.uint64(mask))) == expected
 
 
-@simd.compiled
+@jit.entry
 def deposited(bits, mask):
     return simd.deposit(bits, mask)
 
@@ -166,10 +166,10 @@ def test_fused_equals_twin_to_the_bit(memory, selector, monkeypatch):
             assert torch.equal(twin.compress(gradient, step), payload)
         for name, tensor in twin.memory.state_dict().items():
             assert torch.equal(fused.memory.state_dict()[name], tensor), (step, name)
-    assert 0 < fused.tracker.second_scans < fused.tracker.steps == 16
+    assert 0 < fused.search.second_scans < fused.search.steps == 16
 
 
-LARGE_D, LARGE_R = 1_000_000, 2 * kernels.SOUND
+LARGE_D, LARGE_R = 1_000_000, 2 * LARGE
 
 
 def nth_magnitude(vector, r):
@@ -187,42 +187,42 @@ def test_a_sample_corrects_a_bad_guess(guess):
 
 
 def test_a_good_guess_is_kept_and_soon_not_looked_at():
-    vector, scratch = heavy(LARGE_D, 21), Scratch()
-    good = Search(0.98 * nth_magnitude(vector, LARGE_R), LARGE_R)
-    for left in (*range(DOUBT - 1, -1, -1), 0, 0):
-        assert kernels.scan(vector, good, scratch).floor == good.floor
-        assert scratch.doubt == left
-    bad = good._replace(floor=1.5 * good.floor)
-    assert len(kernels.scan(vector, bad, scratch)) < LARGE_R  # believed once, and then doubted
-    assert len(kernels.scan(vector, bad, scratch)) >= LARGE_R
-    scratch.doubt = 0
-    kernels.scan(vector, good._replace(floor=0.0), scratch)
-    assert scratch.doubt == DOUBT
+    vector = heavy(LARGE_D, 21)
+    good = 0.98 * nth_magnitude(vector, LARGE_R)
+    search = Search(good, LARGE_R)
+    for left in (*range(CHECKS - 1, -1, -1), 0, 0):
+        assert kernels.scan(vector, search).floor == good
+        assert search.checks == left
+    search.floor = 1.5 * good
+    assert len(kernels.scan(vector, search)) < LARGE_R  # believed once, and then checked
+    assert len(kernels.scan(vector, search)) >= LARGE_R
+    search.checks, search.floor = 0, 0.0
+    kernels.scan(vector, search)
+    assert search.checks == CHECKS
 
 
 def test_the_sample_is_of_the_sums_that_the_pass_writes():
     """Residual, velocity and gradient each far from the sum of the three."""
     memory = MomentumCorrection(momentum=0.5, clip_norm=1e4)
     memory.add(heavy(LARGE_D, 22) * 10.0)
-    vector, found = memory.add(heavy(LARGE_D, 23) * 100.0, 1e30, LARGE_R)
-    assert LARGE_R <= int((vector.abs() >= found.floor).sum()) <= 1.5 * LARGE_R
+    search = Search(1e30, LARGE_R)
+    vector = memory.add(heavy(LARGE_D, 23) * 100.0, search)
+    assert LARGE_R <= int((vector.abs() >= search.found.floor).sum()) <= 1.5 * LARGE_R
 
 
 def test_a_jump_of_scale_needs_no_second_scan_where_r_is_large():
-    tracker, memory = Tracker(TopK()), NoMemory()
+    node = Sparsifier(TopK(), LARGE_R / LARGE_D, NoMemory())
     for step in range(8):
         gradient = heavy(LARGE_D, 24, step) * (1e6 if step in (3, 4) else 1.0)
-        search = tracker.search(LARGE_R, LARGE_D)
-        vector, met = (memory.add(gradient), None) if search is None else memory.add(gradient, *search)
-        sent = tracker.select(vector, LARGE_R, generator(step), met)
-        assert float(sent.values.abs().min()) == nth_magnitude(vector, LARGE_R)
-    assert tracker.second_scans == 1  # the first
+        sent = node.codec.decode(node.compress(gradient, step))
+        assert float(sent.values.abs().min()) == nth_magnitude(gradient, LARGE_R)
+    assert node.search.second_scans == 1  # the first
 
 
 def test_corrected_guesses_select_what_the_twin_selects(monkeypatch):
     d = 400_003
     fused, twin = (Sparsifier(RTopK(r_over_k=5), 0.03, ErrorFeedback()) for _ in range(2))
-    assert round(0.03 * d) * 5 >= kernels.SOUND
+    assert round(0.03 * d) * 5 >= LARGE
     for step in range(5):
         gradient = heavy(d, 25, step) * (1e6 if step == 2 else 1.0)
         payload = fused.compress(gradient, step)
@@ -258,7 +258,7 @@ def test_a_refused_gradient_changes_nothing(memory, bad, where):
     gradient = heavy(5_003, 8)
     gradient[where] = bad
     with pytest.raises(ValueError, match=f"got {bad} at index {where} of 5003"):
-        kept.add(gradient, 1.0, 50)
+        kept.add(gradient, Search(1.0, 50))
     for name, tensor in kept.state_dict().items():
         assert torch.equal(tensor, before[name])
 
@@ -267,22 +267,22 @@ def test_a_refused_gradient_changes_nothing(memory, bad, where):
 def test_a_sum_that_would_overflow_is_refused(memory):
     kept = MEMORIES[memory]()
     huge = torch.tensor([1.0, 3e38, 2.0])
-    kept.add(huge, 0.5)
+    kept.add(huge, Search(0.5))
     before = kept.state_dict()
     with pytest.raises(ValueError, match="at index 1 of 3"):
-        kept.add(huge, 0.5)
+        kept.add(huge, Search(0.5))
     for name, tensor in kept.state_dict().items():
         assert torch.equal(tensor, before[name])
-    kept.add(torch.tensor([1.0, -3e38, 2.0]), 0.5)  # this sum is finite
+    kept.add(torch.tensor([1.0, -3e38, 2.0]), Search(0.5))  # this sum is finite
 
 
 def test_a_residual_changed_from_outside_is_looked_at_again():
     memory = ErrorFeedback()
-    memory.add(torch.ones(100), 0.5)
+    memory.add(torch.ones(100), Search(0.5))
     memory.residual.mul_(3e38)
     before = memory.residual.clone()
     with pytest.raises(ValueError, match="residual"):
-        memory.add(torch.full((100,), 1e38), 0.5)
+        memory.add(torch.full((100,), 1e38), Search(0.5))
     assert torch.equal(memory.residual, before)
 
 
@@ -296,14 +296,11 @@ def test_subtract_refuses_what_does_not_fit():
 
 
 def test_the_guess_adapts_and_misses_rarely():
-    tracker, memory = Tracker(RTopK(r_over_k=5)), ErrorFeedback()
+    node = Sparsifier(RTopK(r_over_k=5), 0.001)
     for step in range(60):
-        search = tracker.search(50, 50_000)
-        gradient = heavy(50_000, 9, step)
-        vector, met = (memory.add(gradient), None) if search is None else memory.add(gradient, *search)
-        memory.subtract(tracker.select(vector, 50, generator(step), met))
-    assert tracker.steps == 60
-    assert tracker.second_scans <= 2  # the first step, and one miss
+        node.compress(heavy(50_000, 9, step), step)
+    assert node.search.steps == 60
+    assert node.search.second_scans <= 2  # the first step, and one miss
 
 
 def test_selectors_stay_equal_and_share_nothing():
@@ -314,7 +311,7 @@ def test_selectors_stay_equal_and_share_nothing():
             node.compress(heavy(5_000, node.node, step) * 10.0**node.node, step)
     assert selector == RTopK(r_over_k=5)
     assert repr(selector) == "RTopK(r_over_k=5, nodes=None)"
-    assert all(node.tracker.second_scans == 1 for node in nodes)
+    assert all(node.search.second_scans == 1 for node in nodes)
     assert set(nodes[0].state_dict()) == {"seed", "node", "memory"}
 
 

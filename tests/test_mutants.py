@@ -16,9 +16,8 @@ from rtopk import (
     TopK,
     kernels,
     memory,
-    rivals,
-    select,
 )
+from rtopk.select import age, dealt, family
 from rtopk.studies.train import powersgd
 
 
@@ -45,7 +44,7 @@ def subtract_without_masking(self, sent):
 
 def own_deal(self, seed, node):
     """Let every node shuffle for itself."""
-    return rivals.Hand(self, seed + node, node)
+    return dealt.Share(self, seed + node, node)
 
 
 def same_deal(self, positions, seed, step):
@@ -75,10 +74,10 @@ def not_orthonormal(self, payloads, weights=None):
 
 
 ORIGINAL_FINISH = powersgd.LowRank.finish
-ORIGINAL_OWNER = rivals.Dealt.owner
-ORIGINAL_AGES = rivals.Ages.select
+ORIGINAL_OWNER = dealt.Dealt.owner
+ORIGINAL_AGES = age.Ages.select
 ORIGINAL_PICK = kernels.pick
-ORIGINAL_CHOOSE = select._choose
+ORIGINAL_CHOOSE = family._pick
 
 MUTANTS = {
     "sampling with replacement": (
@@ -86,7 +85,7 @@ MUTANTS = {
         laws.draws_without_replacement,
     ),
     "off-by-one r": (
-        (select, "_choose", one_too_many),
+        (family, "_pick", one_too_many),
         laws.draws_without_replacement,
     ),
     "zeroing what was sent instead of subtracting what was decoded": (
@@ -98,15 +97,15 @@ MUTANTS = {
         laws.masked_velocity_is_forgotten,
     ),
     "a deal of each node's own": (
-        (rivals.Dealt, "seat", own_deal),
+        (dealt.Dealt, "at_node", own_deal),
         laws.nobody_is_dealt_the_same,
     ),
     "the same deal in every round": (
-        (rivals.Dealt, "owner", same_deal),
+        (dealt.Dealt, "owner", same_deal),
         laws.nobody_is_dealt_the_same,
     ),
     "ages of what was chosen instead of what was received": (
-        (rivals.Ages, "select", note_what_was_chosen),
+        (age.Ages, "select", note_what_was_chosen),
         laws.who_was_not_sent_waits_on,
     ),
     "PowerSGD without warm start": (

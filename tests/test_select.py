@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rtopk import RandomK, RTopK, Sparsifier, TopK, random_k, rtop_k, top_k
+from rtopk import RandomK, RTopK, Sparsifier, TopK, defaults, random_k, rtop_k, top_k
 from rtopk.seed import generator
-from rtopk.select import Tracker, draw, usual
+from rtopk.select import draw, draw_largest
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -95,7 +95,7 @@ def test_no_global_generator_is_read_or_seeded():
 
 
 def test_the_usual_rule_draws_from_twice_k_and_for_one_node_takes_the_largest():
-    assert [usual(nodes).considered(k=10, d=1000) for nodes in (1, 2, 3, 64)] == [10, 20, 20, 20]
+    assert [defaults.selector(nodes).considered(k=10, d=1000) for nodes in (1, 2, 3, 64)] == [10, 20, 20, 20]
 
 
 def test_rtop_k_selector_caps_r_and_takes_it_either_way():
@@ -127,11 +127,11 @@ class TwiceK(TopK):
 
 def test_a_selector_of_the_users_own_is_asked():
     """In every step: from the second on there is a guess, and the pass looks for the largest."""
-    first, twice = Sparsifier(FirstK(), 0.01), Tracker(TwiceK())
+    first, twice = Sparsifier(FirstK(), 0.01), TwiceK()
     for step in range(3):
         payload = first.compress(torch.arange(1000.0), step)
         assert first.codec.decode(payload).indices.tolist() == list(range(10))
-        drawn = twice.select(torch.arange(1000.0), 10, generator(step)).indices
+        drawn = draw_largest(torch.arange(1000.0), 10, twice.considered(10, 1000), generator(step)).indices
         assert torch.equal(drawn, rtop_k(torch.arange(1000.0), 10, 20, generator(step)))
 
 

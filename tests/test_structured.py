@@ -25,7 +25,7 @@ from rtopk import (
     top_k,
 )
 from rtopk.kernels import draws
-from rtopk.kernels.search import Scratch, Search
+from rtopk.kernels.search import Search
 from rtopk.seed import generator
 from rtopk.select import draw
 
@@ -40,7 +40,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def check(rng, d, scratch):
+def check(rng, d, search):
     """Hold every way to the largest entries of one vector to the definition."""
     name, values = structured.vector(rng, d)
     vector, r = torch.from_numpy(values), structured.ranks(rng, d)
@@ -53,7 +53,8 @@ def check(rng, d, scratch):
     # The pass with a guess: right, a little too low, useless, of another step, too high.
     rth = float(np.abs(values[expected]).min())
     for floor in (rth, rth * 0.99, 0.0, rth * 0.5, rth * 1.01):
-        found = kernels.scan(vector, Search(floor, r), scratch)
+        search.floor, search.wanted = floor, r
+        found = kernels.scan(vector, search)
         if len(found) < r:
             assert floor > rth
             continue
@@ -65,17 +66,17 @@ def check(rng, d, scratch):
 
 @pytest.mark.parametrize("d", SIZES)
 def test_selection_is_exact(d, threads):
-    rng, scratch = np.random.default_rng(d), Scratch()
+    rng, search = np.random.default_rng(d), Search()
     for _ in range(60 if d < 10_000 else 10):
-        check(rng, d, scratch)
+        check(rng, d, search)
 
 
 @pytest.mark.slow
 def test_many_vectors(threads):
     """30,000 vectors a thread count, five floors each; minutes."""
-    rng, scratch = np.random.default_rng(threads), Scratch()
+    rng, search = np.random.default_rng(threads), Search()
     for number in range(30_000):
-        check(rng, int(SIZES[number % 7] if number % 30 else rng.choice(SIZES[7:])), scratch)
+        check(rng, int(SIZES[number % 7] if number % 30 else rng.choice(SIZES[7:])), search)
 
 
 @pytest.mark.parametrize("family", structured.FAMILIES, ids=lambda f: f.__name__)
@@ -201,7 +202,7 @@ def test_every_branch_of_selection_is_reached():
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert {"cut.rth", "cut._rth_bin", "floors.quantiles", "loops.keep", "loops.pick"} <= set(report)
+    assert {"rank.rth", "rank._rth_bin", "search.quantiles", "loops.keep", "loops.pick"} <= set(report)
     assert sum(function["branches"] for function in report.values()) >= 72
     missed = {name: found for name, found in report.items() if found["never taken"] or found["never run"]}
     assert not missed

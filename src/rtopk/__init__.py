@@ -8,10 +8,9 @@ from rtopk import ddp as ddp  # so that `import rtopk` is enough for rtopk.ddp.r
 from rtopk.aggregate import average, average_sparse
 from rtopk.codec import Codec, PayloadError
 from rtopk.layout import Layout
-from rtopk.memory import ErrorFeedback, MomentumCorrection, NoMemory
-from rtopk.rivals import Dealt, RAgeK, Threshold
+from rtopk.memory import DecayedErrorFeedback, ErrorFeedback, MomentumCorrection, NoMemory
 from rtopk.schedule import constant, warm_up
-from rtopk.select import RandomK, RTopK, TopK, random_k, rtop_k, top_k
+from rtopk.select import Dealt, RAgeK, RandomK, RTopK, Rule, Threshold, TopK, random_k, rtop_k, top_k
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import AllGather, InProcess
@@ -21,6 +20,7 @@ __all__ = [
     "AllGather",
     "Codec",
     "Dealt",
+    "DecayedErrorFeedback",
     "ErrorFeedback",
     "InProcess",
     "Layout",
@@ -30,6 +30,7 @@ __all__ = [
     "RAgeK",
     "RTopK",
     "RandomK",
+    "Rule",
     "SparseVector",
     "Sparsifier",
     "Threshold",

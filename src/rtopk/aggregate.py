@@ -11,21 +11,13 @@ Nodes are added one after the other in the order given, so the result is the sam
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk.kernels import compilable, take_out_
-from rtopk.kernels.union import union
-from rtopk.memory import Memory, NoMemory
+from rtopk import kernels
 from rtopk.sparse import SparseVector
 
 Mean = Literal["nodes", "received"]
-
-
-def usual_mean(memory: Memory) -> Mean:
-    """Return the mean that suits a memory: without one, what is divided by nodes that did not send it is lost."""
-    return "received" if isinstance(memory, NoMemory) else "nodes"
 
 
 def average(
@@ -49,7 +41,7 @@ def average_sparse(
 ) -> SparseVector:
     """Return the same mean on the union of the nodes' positions, without making a vector of d entries."""
     size = _check(vectors, mean, weights)
-    joint, slots = union([vector.indices for vector in vectors], size)
+    joint, slots = kernels.union([vector.indices for vector in vectors], size)
     return SparseVector(joint, _mean(slots, vectors, joint.numel(), mean, weights), size)
 
 
@@ -98,13 +90,8 @@ class RunningMean:
 
     def add_at(self, slots: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """Add a node's values at these places, unique within a node."""
-        if compilable(self._total, values):
-            # Less time than index_add_, and x - (-y) is x + y to the bit. numpy, because so few entries are not
-            # worth waking torch's threads: on a busy machine that costs more than all the rest.
-            factor = np.float32(-weight if self.weighted else -1.0)
-            take_out_(self._total, slots, torch.from_numpy(values.numpy() * factor))
-        else:
-            self._total.index_add_(0, slots, weight * values if self.weighted else values)
+        # x - (-y) is x + y to the bit.
+        kernels.subtract_(self._total, slots, values, -weight if self.weighted else -1.0)
         if self._received is not None:
             self._received[slots] += weight if self.weighted else 1.0
         self._weights.append(weight)

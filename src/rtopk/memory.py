@@ -1,47 +1,34 @@
 """What a node keeps back from one round to the next: the paper's m, or DGC's velocity and accumulation.
 
-A memory serves one vector. `add(gradient)` returns what there is to send from; with a floor, it also returns
-the entries at or above it that it met on the way. `subtract(sent)` takes out what the others have really
-received, so that whatever rounding or quantisation lost stays here. After every step: sent + residual = what
-came in. A gradient that is refused changes nothing, to the bit.
+A memory serves one vector. `add(gradient)` returns what there is to send from, and notes candidates on the way
+for whoever gives it a search. `subtract(sent)` takes out what the others have really received, so that whatever
+rounding or quantisation lost stays here. After every step: sent + residual = what came in. A gradient that is
+refused changes nothing, to the bit.
+
+A memory of your own has `add`, `subtract`, `state_dict` and `load_state_dict`; the hook takes a step back through
+the last two. Two more are optional and save time there: `snapshot` with `restore`, and `put`.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Protocol, overload
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rtopk import kernels
-from rtopk.headroom import Headroom
 from rtopk.kernels import require_finite
-from rtopk.kernels.search import Candidates, Scratch, Search
+from rtopk.kernels.search import Search
 from rtopk.sparse import SparseVector
-
-Accumulated = Tensor | tuple[Tensor, Candidates]
 
 
 class Memory(Protocol):
     """Accumulate gradients and give up what was sent."""
 
-    @overload
-    def add(self, gradient: Tensor) -> Tensor: ...
-    @overload
-    def add(
-        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
-    ) -> tuple[Tensor, Candidates]: ...
-    def add(
-        self,
-        gradient: Tensor,
-        floor: float | None = None,
-        wanted: int | None = None,
-        size: int | None = None,
-    ) -> Accumulated:
+    def add(self, gradient: Tensor, search: Search | None = None) -> Tensor:
         """Take in a gradient, return the vector to send from: finite, valid until the next call, read only.
 
-        With a floor, return also the entries of that magnitude or more: of the first `size` if given, and if
-        `wanted` is given, maybe only the `wanted` largest of them. They too are valid until the next call.
+        A memory may note in `search.found` the entries that the search is for; one that does not costs a pass.
         """
 
     def subtract(self, sent: SparseVector) -> None:
@@ -57,23 +44,12 @@ class Memory(Protocol):
 class NoMemory:
     """Forget what was not sent."""
 
-    @overload
-    def add(self, gradient: Tensor) -> Tensor: ...
-    @overload
-    def add(
-        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
-    ) -> tuple[Tensor, Candidates]: ...
-    def add(
-        self,
-        gradient: Tensor,
-        floor: float | None = None,
-        wanted: int | None = None,
-        size: int | None = None,
-    ) -> Accumulated:
+    keeps = False  # what is not sent now is never sent
+
+    def add(self, gradient: Tensor, search: Search | None = None) -> Tensor:
         """Return the gradient as it is."""
-        require_finite(gradient, "gradient")
-        search = _search(floor, wanted, size)
-        return gradient if search is None else (gradient, kernels.scan(gradient, search))
+        kernels.scan_finite(gradient, search, "gradient")
+        return gradient
 
     def subtract(self, sent: SparseVector) -> None:
         """Do nothing."""
@@ -90,57 +66,43 @@ class NoMemory:
 class ErrorFeedback:
     """Keep what was not sent and add it to the next gradient (the paper's Algorithm 1)."""
 
+    in_parts = True  # a gradient can be `put`
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if "add" in vars(cls):  # it does something else with a gradient
+            cls.in_parts = False
+        if "state_dict" in vars(cls) and "snapshot" not in vars(cls):  # it keeps more than a residual
+            cls.snapshot = None  # type: ignore[assignment,method-assign]
+
     def __init__(self) -> None:
         self.residual: Tensor | None = None  # (d,), at least fp32; made by the first gradient
-        self._headroom = Headroom()
-        self._scratch = Scratch()
+        self._headroom = _Headroom()
+        self._kept: Tensor | None = None  # the residual of the last snapshot: never written to
+        self._spare: Tensor | None = None  # a second residual, for those who take snapshots
+        self._sums: Tensor | None = None  # residual + gradient, as far as it has been put
 
-    @overload
-    def add(self, gradient: Tensor) -> Tensor: ...
-    @overload
-    def add(
-        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
-    ) -> tuple[Tensor, Candidates]: ...
-    def add(
-        self,
-        gradient: Tensor,
-        floor: float | None = None,
-        wanted: int | None = None,
-        size: int | None = None,
-    ) -> Accumulated:
-        """Add the gradient to the residual and return the residual."""
+    def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
+        """Add the gradient to the residual and return the residual; None: it has been `put`."""
+        if gradient is None:
+            return self._adopt(search)
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
-        search = _search(floor, wanted, size)
         if not self._headroom.suffices(gradient, residual):
             require_finite(residual + gradient, "residual + gradient")
-        candidates = kernels.accumulate_(residual, gradient, search, scratch=self._scratch)
+        residual = self._own(residual)
+        kernels.accumulate_(residual, gradient, search)
         self._headroom.spend(residual)
         self.residual = residual
-        return residual if candidates is None else (residual, candidates)
-
-    def adopt(self, total: Tensor, search: Search | None = None) -> tuple[Tensor, Candidates | None]:
-        """Take residual + gradient, which the caller has summed, as the residual; the old one is left as it is.
-
-        For a caller that must be able to take a step back and has the room for two residuals: nothing is
-        copied, and the look for candidates is also the check.
-        """
-        _accept(total, self.residual)
-        if search is None or not kernels.compilable(total):
-            require_finite(total, "residual + gradient")
-            candidates = None if search is None else kernels.scan(total, search)
-        else:
-            candidates = kernels.scan(total, search, self._scratch)
-            unsearched = total[total.numel() if search.size is None else search.size :]
-            if any(kernels.reaches(v, math.inf) for v in (*(v for _, v in candidates.parts), unsearched)):
-                require_finite(total, "residual + gradient")
-        self._headroom.forget()
-        self.residual = total
-        return total, candidates
+        return residual
 
     def subtract(self, sent: SparseVector) -> None:
         """Take what was sent out of the residual."""
-        self._headroom.spend(_take_out(self.residual, sent, self._headroom))
+        residual = _held(self.residual, sent)
+        if residual is self._kept:
+            residual = self.residual = self._own(residual)
+        _take_out(residual, sent, self._headroom)
+        self._headroom.spend(residual)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the residual; empty before the first step."""
@@ -148,8 +110,73 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state of `state_dict`."""
-        loaded = _fit(state, ("residual",), self.residual)
-        self.residual = loaded.get("residual")
+        self.residual = _fit(state, ("residual",), self.residual).get("residual")
+        self._kept = self._sums = None
+
+    # -- a step that can be taken back, without a copy
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what `restore` takes; its tensors stay as they are until the next snapshot."""
+        if self._kept is not None and self._kept is not self.residual:
+            self._spare = self._kept
+        self._kept, self._sums = self.residual, None
+        return {} if self.residual is None else {"residual": self.residual}
+
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Go back to the last snapshot."""
+        if self.residual is not self._kept:
+            self._spare = self.residual
+        self.residual, self._sums = snapshot.get("residual"), None
+        self._headroom.forget()
+
+    def put(self, begin: int, part: Tensor) -> None:
+        """Add the part of a gradient that begins there; all parts, then `add(None)`. Follows a snapshot."""
+        if self.residual is None:
+            raise ValueError("put needs a residual: add a first gradient, or load a state")
+        if self._sums is None:
+            self._sums = self._other()
+        span = slice(begin, begin + part.numel())
+        torch.add(self.residual[span].view(part.shape), part, out=self._sums[span].view(part.shape))
+
+    def _adopt(self, search: Search | None) -> Tensor:
+        """Take the sums as the residual; the look for candidates is also the check."""
+        if self._sums is None:
+            raise ValueError("add(None) needs a gradient that was put, got none")
+        total, self._sums = self._sums, None
+        kernels.scan_finite(total, search, "residual + gradient")
+        self._headroom.forget()
+        self.residual = total
+        return total
+
+    def _own(self, residual: Tensor) -> Tensor:
+        """Return the residual, or a copy if it belongs to a snapshot."""
+        return self._other().copy_(residual) if residual is self._kept else residual
+
+    def _other(self) -> Tensor:
+        other, self._spare = self._spare, None
+        assert self.residual is not None
+        return kernels.zeros(self.residual) if other is None else other
+
+
+class DecayedErrorFeedback(ErrorFeedback):
+    """Error feedback that forgets: the residual is multiplied by `decay` before each gradient is added."""
+
+    def __init__(self, decay: float = 0.95) -> None:
+        if not 0.0 < decay <= 1.0:
+            raise ValueError(f"decay must be in (0, 1], got {decay}")
+        super().__init__()
+        self.decay = decay
+
+    def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
+        """Decay the residual, add the gradient, return the residual."""
+        before = self.residual
+        if before is not None:
+            self.residual = before * self.decay
+        try:
+            return super().add(gradient, search)
+        except ValueError:
+            self.residual = before
+            raise
 
 
 class MomentumCorrection:
@@ -176,39 +203,24 @@ class MomentumCorrection:
         self.masking = masking
         self.velocity: Tensor | None = None  # (d,), DGC's u
         self.residual: Tensor | None = None  # (d,), DGC's v
-        self._headroom = Headroom()
-        self._scratch = Scratch()
+        self._headroom = _Headroom()
+        self._copies: dict[str, Tensor] = {}  # of the last snapshot, made once
 
-    @overload
-    def add(self, gradient: Tensor) -> Tensor: ...
-    @overload
-    def add(
-        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
-    ) -> tuple[Tensor, Candidates]: ...
-    def add(
-        self,
-        gradient: Tensor,
-        floor: float | None = None,
-        wanted: int | None = None,
-        size: int | None = None,
-    ) -> Accumulated:
+    def add(self, gradient: Tensor, search: Search | None = None) -> Tensor:
         """Clip the gradient, add it to the velocity, the velocity to the residual; return the residual."""
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
         velocity = kernels.zeros(residual) if self.velocity is None else self.velocity
-        search = _search(floor, wanted, size)
         safe = self._headroom.suffices(gradient, residual, velocity)
         scale = self._clip_factor(gradient)
         if not safe:
             moved = residual.clone()
             kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)
             require_finite(moved, "residual + velocity")
-        candidates = kernels.accumulate_(
-            residual, gradient, search, velocity, self.momentum, scale, self._scratch
-        )
+        kernels.accumulate_(residual, gradient, search, velocity, self.momentum, scale)
         self._headroom.spend(residual, velocity)
         self.residual, self.velocity = residual, velocity
-        return residual if candidates is None else (residual, candidates)
+        return residual
 
     def _clip_factor(self, gradient: Tensor) -> float:
         if self.clip_norm is None:
@@ -218,7 +230,8 @@ class MomentumCorrection:
 
     def subtract(self, sent: SparseVector) -> None:
         """Take what was sent out of the residual, and its positions out of the velocity if masking."""
-        residual = _take_out(self.residual, sent, self._headroom)
+        residual = _held(self.residual, sent)
+        _take_out(residual, sent, self._headroom)
         assert self.velocity is not None  # made together with the residual
         if self.masking:
             self.velocity[sent.indices] = 0.0
@@ -226,22 +239,74 @@ class MomentumCorrection:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of residual and velocity; empty before the first step."""
-        if self.residual is None or self.velocity is None:
-            return {}
-        return {"residual": self.residual.clone(), "velocity": self.velocity.clone()}
+        return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state of `state_dict`."""
         loaded = _fit(state, ("residual", "velocity"), self.residual)
         self.residual, self.velocity = loaded.get("residual"), loaded.get("velocity")
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what `restore` takes: copies, in the buffers of the last snapshot."""
+        for name, tensor in self._tensors().items():
+            if name not in self._copies:
+                self._copies[name] = kernels.zeros(tensor)
+            self._copies[name].copy_(tensor)
+        return dict(self._copies)
 
-def _search(floor: float | None, wanted: int | None, size: int | None) -> Search | None:
-    if floor is None:
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Go back to the last snapshot."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(snapshot[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        if self.residual is None or self.velocity is None:
+            return {}
+        return {"residual": self.residual, "velocity": self.velocity}
+
+
+class _Headroom:
+    """Prove that sums stay finite, mostly without looking at them.
+
+    If every entry of a gradient is below 2 ** 100, residual below 2 ** 120 and velocity below 2 ** 100, then
+    no sum of the next `STEPS` steps reaches 2 ** 127, where fp32 ends (with momentum below 1, the velocity
+    grows by a gradient a step and the residual by a velocity). Whatever else writes to them raises torch's
+    version counter, and they are looked at again.
+    """
+
+    STEPS = 1024
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._seen: tuple[tuple[int, int], ...] | None = None
+
+    def suffices(self, gradient: Tensor, residual: Tensor, velocity: Tensor | None = None) -> bool:
+        """Say whether the next sums are finite for sure; raise ValueError if the gradient is not."""
+        if kernels.reaches(gradient, 2.0**100):
+            require_finite(gradient, "gradient")
+            self.forget()
+            return False
+        if self._left <= 0 or self._seen is None or self._seen != _versions(residual, velocity):
+            low = not kernels.reaches(residual, 2.0**120)
+            low = low and (velocity is None or not kernels.reaches(velocity, 2.0**100))
+            self._left = self.STEPS if low else 0
+        return self._left > 0
+
+    def spend(self, residual: Tensor, velocity: Tensor | None = None) -> None:
+        """Note that we have changed them ourselves, by less than a gradient."""
+        self._left -= 1
+        self._seen = _versions(residual, velocity)
+
+    def forget(self) -> None:
+        """Look at them again before the next step."""
+        self._left = 0
+
+
+def _versions(*tensors: Tensor | None) -> tuple[tuple[int, int], ...] | None:
+    present = [t for t in tensors if t is not None]
+    if any(t.is_inference() for t in present):  # these do not count their changes
         return None
-    if not floor >= 0.0:
-        raise ValueError(f"floor must be a magnitude of at least 0, got {floor}")
-    return Search(floor, wanted, size)
+    return tuple((t.data_ptr(), t._version) for t in present)
 
 
 def _accept(gradient: Tensor, memory: Tensor | None) -> Tensor:
@@ -260,16 +325,20 @@ def _accept(gradient: Tensor, memory: Tensor | None) -> Tensor:
     return memory
 
 
-def _take_out(residual: Tensor | None, sent: SparseVector, headroom: Headroom) -> Tensor:
+def _held(residual: Tensor | None, sent: SparseVector) -> Tensor:
+    """Return the residual if what was sent can come out of it."""
     if residual is None or sent.size != residual.numel():
         held = "nothing yet" if residual is None else f"{residual.numel()} entries"
         raise ValueError(f"cannot subtract a vector of size {sent.size}: the residual holds {held}")
+    return residual
+
+
+def _take_out(residual: Tensor, sent: SparseVector, headroom: _Headroom) -> None:
     if kernels.reaches(sent.values, 2.0**100):
         require_finite(sent.values, "sent values")
         require_finite(residual[sent.indices] - sent.values, "residual - sent values")
         headroom.forget()
-    kernels.take_out_(residual, sent.indices, sent.values)
-    return residual
+    kernels.subtract_(residual, sent.indices, sent.values)
 
 
 def _fit(state: Mapping[str, Tensor], names: tuple[str, ...], current: Tensor | None) -> dict[str, Tensor]:

@@ -3,20 +3,19 @@
 Algorithm 1 of the paper, "On Nodes": add to memory, select, encode, subtract what was decoded.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
-from rtopk.kernels.search import Candidates, Search
+from rtopk.kernels.search import Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
-from rtopk.rivals import Rule, Seat, Seated
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.seed import generator
-from rtopk.select import Selector, Tracker
+from rtopk.select import Selector, as_rule, draw_largest
 from rtopk.sparse import SparseVector
 
 
@@ -36,7 +35,7 @@ class Sparsifier:
 
     def __init__(
         self,
-        selector: Rule,
+        selector: Selector,
         density: float | Schedule,
         memory: Memory | None = None,
         codec: Codec | None = None,
@@ -46,8 +45,8 @@ class Sparsifier:
         layout: Layout | None = None,
     ) -> None:
         self.selector = selector
-        self.seat: Seat | None = selector.seat(seed, node) if isinstance(selector, Seated) else None
-        self.tracker = Tracker(self.seat or cast(Selector, selector))
+        self.rule = as_rule(selector).at_node(seed, node)
+        self.search = Search()
         self.density = as_schedule(density)
         self.memory = ErrorFeedback() if memory is None else memory
         self.codec = Codec(fingerprint=layout.fingerprint if layout else 0) if codec is None else codec
@@ -55,54 +54,40 @@ class Sparsifier:
         self.node = node
         self.layout = layout
 
-    def compress(self, gradient: Tensor, step: int) -> Tensor:
-        """Return the payload of this step; a gradient that is refused leaves all state as it was."""
+    def compress(self, gradient: Tensor | None, step: int) -> Tensor:
+        """Return the payload of this step; a gradient that is refused leaves all state as it was.
 
-        def add(search: Search | None) -> tuple[Tensor, Candidates | None]:
-            return (self.memory.add(gradient), None) if search is None else self.memory.add(gradient, *search)
-
-        return self._compress(add, gradient.numel(), step)
-
-    def compress_sum(self, total: Tensor, step: int) -> Tensor:
-        """Return the payload of this step, where the caller has summed residual + gradient in `total`.
-
-        For a memory with `adopt`: `total` becomes its residual, the old one is the caller's, as it was.
+        None: the memory has taken the gradient already, part by part (`ErrorFeedback.put`).
         """
-        adopt = cast(ErrorFeedback, self.memory).adopt
-        return self._compress(lambda search: adopt(total, search), total.numel(), step)
-
-    def _compress(
-        self, accumulate: Callable[[Search | None], tuple[Tensor, Candidates | None]], size: int, step: int
-    ) -> Tensor:
+        size = gradient.numel() if gradient is not None else self.layout.size if self.layout else 0
         if self.layout is not None and size != self.layout.size:
             raise ValueError(f"gradient must have {self.layout.size} entries, got {size}")
         rng = generator(self.seed, self.node, step)
         sparse_size, k = self._split(size, self.density(step))
-        accumulated, candidates = accumulate(self.tracker.search(k, sparse_size))  # (d,)
-        if self.seat is not None:
-            self.seat.begin(step)
-        chosen = self._choose(accumulated, sparse_size, k, rng, candidates)
+        r = self.rule.considered(k, sparse_size)
+        guess = self.search if r is not None and self.search.aim(r, sparse_size) else None
+        accumulated = self.memory.add(gradient, guess)  # type: ignore[arg-type]  # (d,)
+        self.rule.begin(step)
+        chosen = self._choose(accumulated, sparse_size, k, r, rng)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
-        if self.seat is not None:
-            self.seat.end(sent.indices)
+        self.rule.end(sent.indices)
         return payload
 
     def _choose(
-        self,
-        vector: Tensor,
-        sparse_size: int,
-        k: int,
-        rng: torch.Generator,
-        candidates: Candidates | None,
+        self, vector: Tensor, sparse_size: int, k: int, r: int | None, rng: torch.Generator
     ) -> SparseVector:
         """Select from the part that competes, and add the dense tail whole."""
-        if sparse_size == vector.numel():
-            return self.tracker.select(vector, k, rng, candidates)
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
             return SparseVector.gather(vector, tail)
-        head = self.tracker.select(vector[:sparse_size], k, rng, candidates)
+        competing = vector[:sparse_size]
+        if r is None:
+            head = SparseVector.gather(competing, self.rule.select(competing, k, rng))
+        else:
+            head = draw_largest(competing, k, r, rng, self.search)
+        if sparse_size == vector.numel():
+            return head
         return SparseVector(
             torch.cat([head.indices, tail]),
             torch.cat([head.values, vector[sparse_size:]]),
@@ -122,24 +107,21 @@ class Sparsifier:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on: numbers and tensors only."""
         state = {"seed": self.seed, "node": self.node, "memory": self.memory.state_dict()}
-        return state if self.seat is None else {**state, "seat": self.seat.state_dict()}
+        return {**state, "seat": self.rule.state_dict()} if self.rule.keeps_state else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; one of another seed or node is refused and changes nothing."""
         for name, own in (("seed", self.seed), ("node", self.node)):
             if state[name] != own:
                 raise ValueError(f"state is of {name} {state[name]}, this sparsifier has {name} {own}")
-        if ("seat" in state) != (self.seat is not None):
+        before, kept = self.rule.state_dict(), state.get("seat", {})
+        if self.rule.keeps_state and "seat" not in state:
             raise ValueError(
-                "state is of a selector of another kind (one of them keeps a seat); use the same"
+                f"state is of another selector: {self.rule.label} keeps a state, this has none; use the same"
             )
-        if self.seat is None:
-            self.memory.load_state_dict(state["memory"])
-            return
-        before = self.seat.state_dict()
-        self.seat.load_state_dict(state["seat"])
+        self.rule.load_state_dict(kept)
         try:
             self.memory.load_state_dict(state["memory"])
         except Exception:
-            self.seat.load_state_dict(before)
+            self.rule.load_state_dict(before)
             raise

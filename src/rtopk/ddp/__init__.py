@@ -24,8 +24,8 @@ from rtopk.ddp.rounds import take
 from rtopk.ddp.state import Scaler, State
 from rtopk.ddp.stats import Stats
 from rtopk.memory import Memory
-from rtopk.rivals import Rule
 from rtopk.schedule import Schedule
+from rtopk.select import Rule
 from rtopk.transport import AllGather
 
 __all__ = [

@@ -16,14 +16,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from rtopk.aggregate import Mean, usual_mean
+from rtopk import defaults
+from rtopk.aggregate import Mean
 from rtopk.codec import Codec
 from rtopk.ddp.control import by_rank
 from rtopk.layout import DenseRule
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
-from rtopk.rivals import Dealt, RAgeK, Rule, Threshold
 from rtopk.schedule import Schedule, as_schedule
-from rtopk.select import usual
+from rtopk.select import Rule
 from rtopk.transport import AllGather
 
 Scope = Literal["global", "bucket"]
@@ -78,7 +78,7 @@ class Options:
         else:
             make = memory
         made = make()
-        others["mean"] = usual_mean(made) if others["mean"] is None else others["mean"]
+        others["mean"] = defaults.mean(made) if others["mean"] is None else others["mean"]
         for name, allowed in (
             ("mean", Mean),
             ("scope", Scope),
@@ -102,7 +102,9 @@ class Options:
                 "clip_norm bounds the norm of the whole gradient, which scope='bucket' never sees; "
                 "use scope='global' or clip the averaged gradient yourself"
             )
-        options = cls(as_schedule(density), usual(nodes) if selector is None else selector, make, **others)
+        options = cls(
+            as_schedule(density), defaults.selector(nodes) if selector is None else selector, make, **others
+        )
         options.codec()  # refuses unknown values
         return options
 
@@ -132,14 +134,16 @@ class Options:
 
 def refuse_selector(selector: Rule | None, nodes: int) -> None:
     """Raise ValueError for a rule that the hook cannot serve."""
-    if isinstance(selector, Dealt) and selector.nodes != nodes:
-        raise ValueError(f"Dealt must have nodes={nodes}, one a rank, got {selector.nodes}")
-    if isinstance(selector, Threshold):
-        raise ValueError("Threshold sends another number of entries on every rank, and ranks exchange messages "
+    if selector is None:
+        return
+    rule = as_rule(selector)
+    rule.require(nodes)
+    if not rule.sends_k:
+        raise ValueError(f"{rule.label} sends another number of entries on every rank, and ranks exchange messages "
                          "of one size; use TopK, RTopK or Dealt")  # fmt: skip
-    if isinstance(selector, RAgeK):
-        raise ValueError("RAgeK keeps ages, which the hook neither saves nor takes back when ranks skip a step; "
-                         "use RTopK or Dealt")  # fmt: skip
+    if rule.keeps_state:
+        raise ValueError(f"{rule.label} keeps a state, which the hook neither saves nor takes back when ranks skip a "
+                         "step; use RTopK or Dealt")  # fmt: skip
 
 
 def compare(transport: AllGather, description: dict[str, str] | None, refusal: Exception | None) -> None:

@@ -25,7 +25,7 @@ from rtopk.flower.ledger import ByteLedger
 from rtopk.flower.outgoing import Roster, Sender
 from rtopk.flower.records import Model, content_bytes, data_bytes, the_arrays
 from rtopk.layout import DenseRule, one_dimensional
-from rtopk.outer import SGD, Outer
+from rtopk.local.outer import SGD, Outer
 
 log = logging.getLogger("rtopk.flower")
 REFUSALS_KEPT = 10_000

@@ -15,6 +15,7 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from torch import Tensor
 
+from rtopk import defaults
 from rtopk.codec import Codec
 from rtopk.flower.context_store import CONTEXT_LIMIT, ContextStore
 from rtopk.flower.downlink import Kind, OutOfStepError, Update, digest, follow
@@ -34,7 +35,7 @@ from rtopk.flower.transaction import Statement, Transaction
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule
 from rtopk.seed import derive
-from rtopk.select import Selector, usual
+from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
 
 log = logging.getLogger("rtopk.flower")
@@ -167,7 +168,7 @@ class Visit:
                 layout.size,
             )
         sparsifier = Sparsifier(
-            how.selector or usual(as_int(self.header["nodes"])),
+            how.selector or defaults.selector(as_int(self.header["nodes"])),
             how.density,
             how.memory(),
             Codec(how.values, how.rounding, layout.fingerprint),

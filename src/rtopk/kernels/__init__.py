@@ -1,78 +1,107 @@
 """The hot loops: accumulate a gradient, and find the r largest entries on the way. Everything is exact.
 
-"Larger" means larger magnitude; among equal magnitudes the lower index is the larger, so the r largest
-entries are one definite set, and the same one here, in the twin, and for any number of threads.
+"Larger" means larger magnitude; among equal magnitudes the lower index is the larger, so the r largest entries are
+one definite set, and the same one in every backend and for any number of threads.
 
-The pass, for fp32 on a CPU (`twin` does the same for the rest, in torch):
-1. A check reads the gradient: if an entry is not finite, nothing is written at all.
-2. One pass adds the gradient to the residual, 64 entries at a time, and compares the sums with a bound while
-   they are in registers: one word of 64 bits says which reach it. Mostly it is zero, and that was all.
-3. Positions and values of those that reach it are written down: the candidates.
-4. The bound comes from the floor, a guess at the r-th magnitude: the last step's, lowered a little.
-5. Too low a guess: when a third more than r are held, the r largest are kept and the bound rises above
-   them, so a pass never holds much more than r, whatever the data. Where r is large, a sample of the sums
-   corrects the guess before the pass begins.
-6. Too high a guess: fewer than r candidates. Only then a second scan, with a floor taken from a sample; and
-   if even that was too high, a third with floor zero, which always finds r.
-7. The r-th magnitude of the candidates is found exactly, from a sample and a look at those near it; one more
-   pass over them ranks them and picks those whose rank was drawn. Select and subtract cost O(r), not O(d).
-Each thread does this for its own range; ranges follow one another, so candidates are in order.
+A backend serves one kind of tensor: `cpu` has compiled loops for fp32 in host memory; `torch` serves every other
+device and dtype (it is in `plain.py`: a file torch.py here would be taken for torch itself). `backend` chooses, and is the only place that asks what a tensor is; RTOPK_BACKEND=torch makes it
+choose that one always. All backends give the same bits.
 """
 
-import functools
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk.kernels import floors
-from rtopk.kernels import torch as twin
-from rtopk.kernels.search import DOUBT, Candidates, Picked, Scratch, Search
-from rtopk.kernels.threads import Cuts, ranges, together
+from rtopk.kernels import cpu, draws, plain
+from rtopk.kernels.search import Candidates, Picked, Search, quantiles, stride
 
-SOUND = 8 * floors.SAMPLE  # from this r on, a sample costs less than the candidates of a bad guess
-SCATTER = 1 << 14  # entries that are worth a thread where each is a miss of the cache
+Words = Any  # bits in words of 64, or a function that returns them
 
 
-def compilable(*vectors: Tensor) -> bool:
-    """Say whether the compiled loops serve these vectors; the twin serves all others."""
-    return all(v.dtype == torch.float32 and v.is_cpu and v.is_contiguous() and v.dim() == 1 for v in vectors)
+class Backend(Protocol):
+    """What a backend can do; every function has the same meaning in each."""
+
+    @property
+    def serves(self) -> Callable[..., bool]:
+        """Say whether it can work on these vectors."""
+
+    @property
+    def zeros(self) -> Callable[[int, torch.dtype, torch.device], Tensor]:
+        """Make a vector of zeros."""
+
+    @property
+    def reaches(self) -> Callable[[Tensor, float], bool]:
+        """Say whether a magnitude is at least a limit, or NaN."""
+
+    @property
+    def accumulate_(
+        self,
+    ) -> Callable[[Tensor, Tensor, Search | None, Tensor | None, float, float], Candidates | None]:
+        """Add a gradient to a residual and note the candidates on the way."""
+
+    @property
+    def scan(self) -> Callable[[Tensor, Search], Candidates]:
+        """Note the candidates of a vector; NaN and Inf are among them."""
+
+    @property
+    def sample(self) -> Callable[[Tensor, slice], Any]:
+        """Return some entries as a numpy array."""
+
+    @property
+    def pick(self) -> Callable[[Candidates, int, Words, int], Picked]:
+        """Return those of the r largest candidates whose rank is drawn."""
+
+    @property
+    def subtract_(self) -> Callable[[Tensor, Tensor, Tensor, float], None]:
+        """Subtract values, times a factor, at unique indices."""
+
+    @property
+    def union(self) -> Callable[[Sequence[Tensor], int], tuple[Tensor, list[Tensor]]]:
+        """Join ascending lists of positions."""
+
+
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "torch": plain}  # the first that serves is taken
+
+
+def forced() -> str | None:
+    """Return the backend that the environment names; it is taken for all that it serves."""
+    name = os.environ.get("RTOPK_BACKEND") or None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"RTOPK_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
+
+
+_order = sorted(BACKENDS.values(), key=lambda backend: backend is not BACKENDS.get(forced() or ""))
+
+
+def backend(*vectors: Tensor) -> Backend:
+    """Return the backend for these vectors."""
+    return next(found for found in _order if found.serves(*vectors))
 
 
 def zeros(like: Tensor) -> Tensor:
     """Make the memory of a gradient: zeros; half precision is accumulated in fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    if like.device.type == "cpu" and dtype == torch.float32:
-        # From numpy: torch's own threads, which would fill it, hang in a forked child. And where the system lets
-        # programs ask for them, numpy's memory has huge pages, which are read faster.
-        return torch.from_numpy(np.zeros(like.numel(), np.float32))
-    return torch.zeros(like.numel(), dtype=dtype, device=like.device)
+    return backend(like.new_empty(0, dtype=dtype)).zeros(like.numel(), dtype, like.device)
+
+
+def reaches(vector: Tensor, limit: float) -> bool:
+    """Say whether a magnitude is at least `limit`, or NaN."""
+    return bool(vector.numel()) and backend(vector).reaches(vector, limit)
 
 
 def require_finite(vector: Tensor, name: str) -> None:
     """Raise ValueError if an entry is NaN or Inf, naming the first one."""
-    if vector.numel() and reaches(vector, math.inf):
+    if reaches(vector, math.inf):
         bad = int((~vector.isfinite()).nonzero()[0, 0])
         raise ValueError(
             f"{name} must be finite, got {float(vector[bad])} at index {bad} of {vector.numel()}; "
             "skip this step or lower the learning rate (nothing was changed)"
         )
-
-
-def reaches(vector: Tensor, limit: float) -> bool:
-    """Say whether a magnitude is at least `limit`, or NaN."""
-    if not vector.numel():
-        return False
-    if not compilable(vector):
-        return twin.reaches(vector, limit)
-    from rtopk.kernels import loops
-
-    array, bound = _array(vector), _key(limit)
-    return any(together([partial(loops.reaches, array, a, b, bound) for a, b in ranges(array.size, 64)]))
 
 
 def accumulate_(
@@ -82,210 +111,79 @@ def accumulate_(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
     scale: float = 1.0,
-    scratch: Scratch | None = None,
-) -> Candidates | None:
-    """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates.
+) -> None:
+    """Add the gradient to the residual, or to the velocity and that to the residual.
 
-    With a velocity: velocity <- momentum * velocity + scale * gradient, each operation rounded. Candidates
-    written to a scratch are valid until it is used again.
+    With a velocity: velocity <- momentum * velocity + scale * gradient, each operation rounded. Candidates go to
+    `search.found`.
     """
     moved = (residual, gradient) if velocity is None else (residual, gradient, velocity)
-    if not compilable(*moved):
-        twin.accumulate_(residual, gradient, velocity, momentum, scale)
-        return None if search is None else scan(residual, search)
-    from rtopk.kernels import loops
+    found = backend(*moved).accumulate_(residual, gradient, search, velocity, momentum, scale)
+    if search is not None:
+        search.found = found
 
-    arrays = [_array(vector) for vector in moved]
-    if velocity is None:
-        loop: Callable[..., Any] = partial(loops.add, *arrays)
-    else:
-        numbers = np.float32(momentum), np.float32(scale)
-        loop = partial(loops.move, arrays[0], arrays[1], arrays[2], *numbers)
+
+def scan(vector: Tensor, search: Search) -> Candidates:
+    """Return the entries at or above a floor, and note them in `search.found`."""
+    search.found = backend(vector).scan(vector, search)
+    return search.found
+
+
+def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
+    """Scan a vector, or only look at it; raise ValueError if an entry is not finite.
+
+    The search is the check for the part that it covers: NaN and Inf are the largest entries of all.
+    """
     if search is None:
-        _without_search(loop, ranges(residual.numel(), 64))
-        return None
-    scratch = scratch or Scratch()
-    search = _corrected(search, residual.numel(), partial(_sums, arrays, momentum, scale), scratch)
-    return _collect(loop, residual.numel(), search, scratch)
-
-
-def scan(vector: Tensor, search: Search, scratch: Scratch | None = None) -> Candidates:
-    """Return the entries at or above a floor; the compiled loops count NaN and Inf as the largest of all."""
-    scratch = scratch or Scratch()
-    if compilable(vector):
-        search = _corrected(search, vector.numel(), _array(vector).__getitem__, scratch)
-    return _scan(vector, search, scratch)
+        require_finite(vector, name)
+        return
+    candidates = scan(vector, search)
+    unsearched = vector[vector.numel() if search.size is None else search.size :]
+    if any(reaches(part, math.inf) for part in (*(values for _, values in candidates.parts), unsearched)):
+        require_finite(vector, name)
 
 
 def search_largest(vector: Tensor, r: int) -> Candidates:
     """Return candidates that hold the r largest entries, without a guess."""
-    found = _scan(vector, Search(sampled_floor(vector, r), r), Scratch())
-    return found if len(found) >= r else _scan(vector, Search(0.0, r), Scratch())
+    serving = backend(vector)
+    sample = serving.sample(vector, slice(None, None, stride(vector.numel())))
+    found = scan(vector, _unchecked(quantiles(sample, r, vector.numel())[0], r))
+    return found if len(found) >= r else scan(vector, _unchecked(0.0, r))
+
+
+def _unchecked(floor: float, r: int) -> Search:
+    """Return a search whose floor is not compared with a sample: it comes from one."""
+    search = Search(floor, r)
+    search.checks = 0
+    return search
 
 
 def largest(vector: Tensor, r: int) -> Tensor:
     """Return the positions of the r entries of largest magnitude, ascending."""
     if r == vector.numel():
         return torch.arange(r, device=vector.device)
-    from rtopk.kernels import draws
-
     return pick(search_largest(vector, r), r, draws.every_bit(r), r).positions
 
 
-def sampled_floor(vector: Tensor, r: int) -> float:
-    """Guess a magnitude that a little more than r entries reach."""
-    every = slice(None, None, floors.stride(vector.numel()))
-    if compilable(vector):
-        return floors.quantiles(_array(vector)[every], r, vector.numel())[0]
-    sample = vector.detach()[every].to("cpu", torch.float64)
-    return floors.quantiles(sample.numpy(), r, vector.numel())[0]
-
-
-def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:
+def pick(candidates: Candidates, r: int, words: Words, k: int) -> Picked:
     """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`.
 
     A function that returns the words is called beside the search for the r-th magnitude.
     """
-    from rtopk.kernels import draws, loops
-    from rtopk.kernels import rank as cut
-
     if len(candidates) < r:
         raise ValueError(f"need at least r={r} candidates, got {len(candidates)}")
-    if not all(compilable(values) for _, values in candidates.parts):
-        positions, values = (torch.cat(column) for column in zip(*candidates.parts, strict=True))
-        best = twin.largest_of(values, r)
-        ranks = draws.set_bits(words() if callable(words) else words, k).to(values.device)
-        return Picked(positions[best[ranks]], values[best[ranks]], float(values[best].abs().min()))
-    parts = [(positions.numpy(), values.numpy()) for positions, values in candidates.parts]
-    search = partial(cut.rth, [values for _, values in parts], r, int(_key(candidates.floor)))
-    drawing: list[Callable[[], Any]] = [search, words if callable(words) else lambda: words]
-    end, bits = together(drawing, len(candidates))
-    out = np.empty(k, np.int64), np.empty(k, np.float32)
-    tasks, rank, ties = [], 0, end.ties
-    for (at, value), (above, tied) in zip(parts, end.counts, strict=True):
-        count = draws.ones_before(bits, rank)
-        tasks.append(partial(loops.pick, at, value, end.key, ties, bits, rank, *out, count))
-        rank, ties = rank + above + min(tied, ties), ties - min(tied, ties)
-    if (rank, ties, draws.ones_before(bits, r)) != (r, 0, k):  # else `out` would not be filled
-        raise AssertionError(f"{rank} entries and {ties} ties are ranked where r={r}, k={k}: {end}")
-    together(tasks, len(candidates))
-    magnitude = float(np.int32(end.key).view(np.float32))
-    return Picked(torch.from_numpy(out[0]), torch.from_numpy(out[1]), magnitude)
+    return backend(*(values for _, values in candidates.parts)).pick(candidates, r, words, k)
 
 
-def take_out_(residual: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Subtract values at unique indices."""
-    if not (compilable(residual, values) and indices.is_contiguous() and indices.is_cpu):
-        residual[indices] -= values.to(residual.dtype)
-        return
-    if not indices.numel():
-        return
-    from rtopk.kernels import loops
-
-    places = indices.numpy()
-    if not loops.within(places, residual.numel()):
-        low, high = int(places.min()), int(places.max())
-        raise IndexError(f"indices must lie in [0, {residual.numel()}), got {low} to {high}")
-    arrays = _array(residual), places, _array(values)
-    together([partial(loops.take_out, *arrays, a, b) for a, b in ranges(indices.numel(), 1, SCATTER)])
+def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float = 1.0) -> None:
+    """Subtract values, times a factor, at unique indices."""
+    backend(vector, values).subtract_(vector, indices, values, factor)
 
 
-def _array(vector: Tensor) -> Any:
-    return vector.detach().numpy()
+def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the union of ascending positions below `size`, and for each list its places in the union.
 
-
-@functools.lru_cache(1024)  # mostly the same few limits, and what a step finds kept it finds sooner
-def _key(magnitude: float) -> np.int32:
-    with np.errstate(over="ignore"):  # a guess beyond the largest float is Inf, which no entry reaches
-        return np.float32(magnitude).view(np.int32)
-
-
-def _sums(arrays: list[Any], momentum: float, scale: float, at: slice) -> Any:
-    """Return some of the sums that the pass will write."""
-    residual, gradient, *velocity = (array[at] for array in arrays)
-    if not velocity:
-        return residual + gradient
-    return residual + (velocity[0] * np.float32(momentum) + gradient * np.float32(scale))
-
-
-def _corrected(search: Search, d: int, sums: Callable[[slice], Any], scratch: Scratch) -> Search:
-    """Return the search with a floor from a sample, if r is large and the sample contradicts the floor."""
-    if search.wanted is None or search.wanted < SOUND or not scratch.doubt:
-        return search
-    size = d if search.size is None else search.size
-    low, middle = floors.quantiles(sums(slice(0, size, floors.stride(size))), search.wanted, size)
-    if search.floor < low or search.floor > middle:
-        scratch.doubt = DOUBT
-        return search._replace(floor=low)
-    scratch.doubt -= 1
-    return search
-
-
-def _scan(vector: Tensor, search: Search, scratch: Scratch) -> Candidates:
-    size = vector.numel() if search.size is None else search.size
-    if not compilable(vector):
-        return Candidates((twin.collect(vector[:size], search.floor, search.wanted),), search.floor)
-    from rtopk.kernels import loops
-
-    return _collect(partial(loops.scan, _array(vector)), size, search, scratch)
-
-
-def _collect(loop: Callable[..., Any], d: int, search: Search, scratch: Scratch) -> Candidates:
-    """Run the pass over all ranges; entries from `search.size` on are accumulated, not searched."""
-    size = d if search.size is None else search.size
-    cuts = ranges(size, 64)
-    parts = together([partial(_part, loop, i, cuts, d, search, scratch) for i in range(len(cuts))])
-    _without_search(loop, ((size, d),))
-    found = Candidates(tuple(parts), search.floor)
-    scratch.shares = [positions.numel() / max(1, len(found)) for positions, _ in parts]
-    if search.wanted is not None and not search.wanted <= len(found) <= search.wanted + search.wanted // 3:
-        scratch.doubt = DOUBT
-    return found
-
-
-def _without_search(loop: Callable[..., Any], cuts: Cuts) -> None:
-    """Run the pass with a bound that no finite entry reaches."""
-    from rtopk.kernels import loops
-
-    def nothing() -> tuple[Any, ...]:  # the loops write before they look
-        return np.int32(0x7FFFFFFF), np.empty(loops.SPARE, np.int32), np.empty(loops.SPARE, np.float32), 0
-
-    together([partial(loop, begin, end, *nothing()) for begin, end in cuts])
-
-
-def _part(
-    loop: Callable[..., Any], part: int, cuts: Cuts, d: int, search: Search, scratch: Scratch
-) -> tuple[Tensor, Tensor]:
-    """Run the pass over one range, making room as it goes: first larger arrays, then a higher bound."""
-    from rtopk.kernels import loops
-    from rtopk.kernels import rank as cut
-
-    at, end = cuts[part]
-    bound, count = _key(search.floor), 0
-    wanted = end - at if search.wanted is None else min(search.wanted, end - at)
-    most = min(end - at, wanted + max(wanted // 3, (end - at) // 1024)) + 128
-    share = scratch.shares[part] if len(scratch.shares) == len(cuts) else 1 / len(cuts)
-    room = min(most, 256 + round(1.4 * wanted * share))
-    positions, values = scratch.take(part, room, np.int32 if d < 2**31 else np.int64)
-    while True:
-        at, count = loop(at, end, bound, positions, values, count)
-        if at == end:
-            scratch.put(part, positions, values)
-            return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
-        if positions.size < most:
-            room = min(most, 128 + 11 * positions.size // 10)
-            positions = _grown(positions, count, room)  # one after the other: three arrays, not four
-            values = _grown(values, count, room)
-        else:
-            scratch.doubt = DOUBT
-            last = cut.rth([values[:count]], wanted, int(bound))
-            count = loops.keep(positions[:count], values[:count], last.key, last.ties)
-            if count != wanted:
-                raise AssertionError(f"{count} entries are kept where {wanted} are wanted: {last}")
-            bound = np.int32(last.key + 1)  # a later tie loses against an earlier one
-
-
-def _grown(array: Any, count: int, room: int) -> Any:
-    larger = np.empty(room, array.dtype)
-    larger[:count] = array[:count]
-    return larger
+    >>> union([torch.tensor([1, 5]), torch.tensor([0, 5])], 8)
+    (tensor([0, 1, 5]), [tensor([1, 2]), tensor([0, 2])])
+    """
+    return _order[0].union(lists, size)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk.kernels.jit import compiled, high, inlined, lowest, ones
+from rtopk.kernels.jit import Array, entry, inlined
+from rtopk.kernels.simd import high, lowest, ones
 
-Array = Any  # numba compiles for the dtypes that it meets
 _ONE = np.uint64(1)
 
 
@@ -53,7 +53,7 @@ def set_bits(words: Any, k: int) -> Tensor:
     return out
 
 
-@compiled
+@entry
 def ones_before(words: Array, end: int) -> int:
     """Count the set bits among the first `end`."""
     count: int = 0
@@ -76,7 +76,7 @@ def _below(state: np.uint64, size: np.uint64, reject: np.uint64) -> tuple[np.uin
             return state, high(z, size)
 
 
-@compiled
+@entry
 def _draw_words(words: Array, r: int, k: int, seed: int) -> None:
     """Set k of the first r bits: the first k distinct numbers of the stream of a seed."""
     state, size = np.uint64(seed), np.uint64(r)
@@ -89,7 +89,7 @@ def _draw_words(words: Array, r: int, k: int, seed: int) -> None:
         words[number >> np.uint64(6)] = word | bit
 
 
-@compiled
+@entry
 def _draw_few(table: Array, out: Array, r: int, seed: int) -> None:
     """Write down the same numbers where k is far below r; `table` is a hash set of 2 ** n places, all -1."""
     state, size = np.uint64(seed), np.uint64(r)
@@ -107,7 +107,7 @@ def _draw_few(table: Array, out: Array, r: int, seed: int) -> None:
             count += 1
 
 
-@compiled
+@entry
 def _set_bits(words: Array, out: Array) -> None:
     """Write down the positions of the set bits, ascending."""
     count = 0

@@ -1,12 +1,8 @@
-"""What the compiled loops are made of: 64 entries at once, bits of a word, and the compiling itself.
+"""How loops are compiled: by numba, at their first call, without the interpreter lock, kept on disk.
 
-Magnitudes are compared as keys: the bits of a float without its sign, read as an integer. Keys order finite
-floats exactly, denormals included, and put Inf and NaN above all of them. Entries are taken in groups of 64,
-so that one comparison gives one machine word; its set bits are the entries that reach the bound.
-
-Nothing is compiled at import. numba keeps compiled code on disk; the first call of a loop says so if it has
-to compile for more than a second. numba looks for changes only in the file of a loop: whoever changes this
-file deletes `__pycache__`.
+Nothing is compiled at import. The first call of a loop says so if it has to compile for more than a second. numba
+looks for changes only in the file of the loop that Python calls: whoever changes a loop or an instruction that
+loops in other files use deletes `__pycache__`.
 """
 
 import functools
@@ -16,52 +12,47 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
-import numpy as np
-from llvmlite import binding as llvm  # type: ignore[import-untyped]
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
+from numpy.typing import NDArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Array = NDArray[Any]  # numba compiles for the dtypes that it meets
+Num = Any  # a number of the machine, not of Python
+int32: Any = numba.int32
+int64: Any = numba.int64
+uint8: Any = numba.uint8
+uint16: Any = numba.uint16
+uint32: Any = numba.uint32
+uint64: Any = numba.uint64
 
 PATIENCE = 1.0  # seconds of compiling before it is said
-GROUP = 64
-SIGNLESS = 0x7FFFFFFF
-
-_INT = ir.IntType(32)
-_FLOATS = ir.VectorType(ir.FloatType(), GROUP)
-_INTS = ir.VectorType(_INT, GROUP)
 
 
-def jit(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    """Compile a function without the interpreter lock; keep the result on disk where there is a place for it."""
+def loop(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    """Compile a loop that other loops call; division is that of the machine, not of Python."""
+    options = {"nogil": True, "error_model": "numpy", **options}
     try:
-        return cast(Callable[P, R], numba.njit(nogil=True, cache=True, **options)(function))
+        return cast(Callable[P, R], numba.njit(cache=True, **options)(function))
     except RuntimeError:  # the package, NUMBA_CACHE_DIR and the home folder are all read-only
         _announce_no_cache()
-        return cast(Callable[P, R], numba.njit(nogil=True, **options)(function))
+        return cast(Callable[P, R], numba.njit(**options)(function))
 
 
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a loop at its first call."""
-    return announced(jit(function))
+def entry(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a loop that Python calls; say so if that takes long."""
+    compiled, ready = loop(function), False
 
-
-def announced(loop: Callable[P, R]) -> Callable[P, R]:
-    """Say that the first call of a loop compiles it, if that takes long."""
-    ready = False
-
-    @functools.wraps(loop)
+    @functools.wraps(compiled)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal ready
         if ready:
-            return loop(*args, **kwargs)
+            return compiled(*args, **kwargs)
         note = threading.Timer(PATIENCE, _announce)
         note.daemon = True
         note.start()
         try:
-            result = loop(*args, **kwargs)
+            result = compiled(*args, **kwargs)
         finally:
             note.cancel()
         ready = True
@@ -71,8 +62,18 @@ def announced(loop: Callable[P, R]) -> Callable[P, R]:
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function that compiled loops may call."""
+    """Let numba copy a function into every loop that calls it: arrays as arguments then cost nothing."""
     return cast(Callable[P, R], numba.njit(nogil=True, inline="always")(function))
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """Let LLVM merge a function into every loop that calls it; for arguments that are numbers."""
+    return loop(function, forceinline=True)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Make an instruction of LLVM callable from loops."""
+    return numba_intrinsic(function)
 
 
 @functools.cache  # say it once
@@ -88,178 +89,3 @@ def _announce_no_cache() -> None:
         "rtopk finds no writable folder for its compiled loops and compiles them in every process; "
         "set NUMBA_CACHE_DIR to a writable folder to keep them"
     )
-
-
-# The few operations that numba cannot express: 64 entries at once, and bits of a word.
-
-
-def _at(ctx: Any, b: Any, array: Any, value: Any, index: Any, kind: Any) -> Any:
-    data = cgutils.create_struct_proxy(array)(ctx, b, value).data  # type: ignore[no-untyped-call]
-    return b.bitcast(b.gep(data, [index]), kind.as_pointer())
-
-
-def _splat(b: Any, vector: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(vector, ir.Undefined)
-    lane = b.insert_element(undefined, scalar, ir.Constant(_INT, 0))
-    return b.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(_INT, vector.count), None))
-
-
-def _reach(b: Any, floats: Any, bound: Any) -> Any:
-    keys = b.and_(b.bitcast(floats, _INTS), ir.Constant(_INTS, [SIGNLESS] * GROUP))
-    return b.bitcast(b.icmp_signed(">=", keys, _splat(b, _INTS, bound)), ir.IntType(GROUP))
-
-
-def _scan(typing: Any, vector: Any, start: Any, bound: Any) -> Any:
-    """Return which of the 64 entries from `start` reach the bound."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return _reach(b, b.load(_at(ctx, b, vector, args[0], args[1], _FLOATS), align=4), args[2])
-
-    return types.uint64(vector, types.intp, types.int32), emit
-
-
-def _peak(typing: Any, vector: Any, start: Any, bound: Any) -> Any:
-    """Return other than zero if one of the 64 entries from `start` reaches the bound: fewer operations."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        words = b.load(_at(ctx, b, vector, args[0], args[1], _INTS), align=4)
-        keys, lanes = b.and_(words, ir.Constant(_INTS, [SIGNLESS] * GROUP)), GROUP
-        while lanes > 8:
-            undefined, half = ir.Constant(keys.type, ir.Undefined), ir.VectorType(_INT, lanes // 2)
-            low = b.shuffle_vector(keys, undefined, ir.Constant(half, list(range(lanes // 2))))
-            high = b.shuffle_vector(keys, undefined, ir.Constant(half, list(range(lanes // 2, lanes))))
-            keys, lanes = b.select(b.icmp_signed(">", low, high), low, high), lanes // 2
-        reached = b.icmp_signed(">=", keys, _splat(b, keys.type, args[2]))
-        return b.zext(b.bitcast(reached, ir.IntType(lanes)), ir.IntType(64))
-
-    return types.uint64(vector, types.intp, types.int32), emit
-
-
-def _add(typing: Any, residual: Any, gradient: Any, start: Any, bound: Any) -> Any:
-    """Add the gradient to the residual in 64 entries and return which reach the bound."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        kept = _at(ctx, b, residual, args[0], args[2], _FLOATS)
-        total = b.fadd(
-            b.load(kept, align=4), b.load(_at(ctx, b, gradient, args[1], args[2], _FLOATS), align=4)
-        )
-        b.store(total, kept, align=4)
-        return _reach(b, total, args[3])
-
-    return types.uint64(residual, gradient, types.intp, types.int32), emit
-
-
-def _momentum(
-    typing: Any,
-    residual: Any,
-    velocity: Any,
-    gradient: Any,
-    momentum: Any,
-    scale: Any,
-    start: Any,
-    bound: Any,
-) -> Any:
-    """Move velocity and residual in 64 entries and return which of the residual reach the bound."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        kept = _at(ctx, b, residual, args[0], args[5], _FLOATS)
-        speed = _at(ctx, b, velocity, args[1], args[5], _FLOATS)
-        fresh = b.load(_at(ctx, b, gradient, args[2], args[5], _FLOATS), align=4)
-        # Three roundings, as in the twin: no fused multiply-add.
-        moved = b.fadd(
-            b.fmul(b.load(speed, align=4), _splat(b, _FLOATS, args[3])),
-            b.fmul(fresh, _splat(b, _FLOATS, args[4])),
-        )
-        total = b.fadd(b.load(kept, align=4), moved)
-        b.store(moved, speed, align=4)
-        b.store(total, kept, align=4)
-        return _reach(b, total, args[6])
-
-    signature = types.uint64(
-        residual, velocity, gradient, types.float32, types.float32, types.intp, types.int32
-    )
-    return signature, emit
-
-
-def _prefetch(typing: Any, vector: Any, index: Any) -> Any:
-    """Fetch the line of the cache that holds an entry; one outside the vector is no error."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
-        fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
-        numbers = [ir.Constant(_INT, n) for n in (0, 3, 1)]  # to read, keep near, data
-        b.call(fetch, [_at(ctx, b, vector, args[0], args[1], ir.IntType(8)), *numbers])
-        return ctx.get_dummy_value()
-
-    return types.void(vector, types.intp), emit
-
-
-def _deposit(typing: Any, bits: Any, mask: Any) -> Any:
-    """Move the lowest bits to the places of the mask's set bits, in order: one instruction of x86."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        kind = ir.FunctionType(word, [word, word])
-        deposit = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.bmi.pdep.64")  # type: ignore[no-untyped-call]
-        return b.call(deposit, args)
-
-    return types.uint64(types.uint64, types.uint64), emit
-
-
-def deposit_by_steps(bits: Any, mask: Any) -> Any:
-    """Do the same on any machine: make room for each zero of the mask, the lowest first."""
-    one = np.uint64(1)
-    without = ~mask
-    while without:
-        below = (without & (~without + one)) - one
-        bits = (bits & below) | ((bits & ~below) << one)
-        without &= without - one
-    return bits
-
-
-def _has_deposit() -> bool:
-    """Say whether code is compiled for this very machine, and it has the instruction."""
-    generic = numba.config.CPU_NAME or numba.config.CPU_FEATURES  # type: ignore[attr-defined]
-    return not generic and llvm.get_host_cpu_features().get("bmi2", False)
-
-
-def _lowest(typing: Any, word: Any) -> Any:
-    """Return the position of the lowest set bit, 64 if there is none."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), emit
-
-
-def _ones(typing: Any, word: Any) -> Any:
-    """Count the set bits."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.ctpop(args[0])
-
-    return types.int64(types.uint64), emit
-
-
-def _high(typing: Any, x: Any, y: Any) -> Any:
-    """Return the upper 64 bits of a product."""
-
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        wide = ir.IntType(128)
-        product = b.mul(b.zext(args[0], wide), b.zext(args[1], wide))
-        return b.trunc(b.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
-
-    return types.uint64(types.uint64, types.uint64), emit
-
-
-# Any: numba's annotations do not say that the typing context is left out of a call.
-scan_group: Any = intrinsic(_scan)
-peak_group: Any = intrinsic(_peak)
-add_group: Any = intrinsic(_add)
-momentum_group: Any = intrinsic(_momentum)
-prefetch: Any = intrinsic(_prefetch)
-deposit: Any = intrinsic(_deposit) if _has_deposit() else inlined(deposit_by_steps)
-lowest: Any = intrinsic(_lowest)
-ones: Any = intrinsic(_ones)
-high: Any = intrinsic(_high)

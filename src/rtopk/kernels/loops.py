@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rtopk.kernels.jit import (
+from rtopk.kernels.jit import Array, entry, inlined
+from rtopk.kernels.simd import (
     GROUP,
     SIGNLESS,
     add_group,
-    compiled,
     deposit,
-    inlined,
     lowest,
     momentum_group,
     ones,
@@ -27,13 +26,12 @@ SPARE = GROUP + 6  # free places that a group may need: entries are written some
 PAGE = 1024  # entries of a page of memory
 STREAMS = 1 << 20  # entries that the check reads as two streams
 
-Array = Any  # numba compiles for the dtypes that it meets
 _SIGNLESS = np.int32(SIGNLESS)
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-@compiled
+@entry
 def reaches(vector: Array, begin: int, end: int, bound: np.int32) -> bool:
     """Say whether an entry reaches the bound; with the key of Inf: whether one is not finite.
 
@@ -101,7 +99,7 @@ def _rest(
 # and the processor does not fetch ahead across the end of one: the next page is asked for in time.
 
 
-@compiled
+@entry
 def scan(
     vector: Array, begin: int, end: int, bound: np.int32, positions: Array, values: Array, count: int
 ) -> tuple[int, int]:
@@ -116,7 +114,7 @@ def scan(
     return _rest(begin, end, bound, vector, positions, values, count)
 
 
-@compiled
+@entry
 def add(
     residual: Array,
     gradient: Array,
@@ -142,7 +140,7 @@ def add(
     return _rest(begin, end, bound, residual, positions, values, count)
 
 
-@compiled
+@entry
 def move(
     residual: Array,
     gradient: Array,
@@ -172,7 +170,7 @@ def move(
     return _rest(begin, end, bound, residual, positions, values, count)
 
 
-@compiled
+@entry
 def keep(positions: Array, values: Array, threshold: int, ties: int) -> int:
     """Move the entries above the threshold, and the first `ties` at it, to the front; return their number."""
     keys = values.view(np.int32)
@@ -187,7 +185,7 @@ def keep(positions: Array, values: Array, threshold: int, ties: int) -> int:
     return count
 
 
-@compiled
+@entry
 def pick(
     positions: Array,
     values: Array,
@@ -237,14 +235,14 @@ def pick(
             count += 1
 
 
-@compiled
+@entry
 def take_out(residual: Array, indices: Array, values: Array, begin: int, end: int) -> None:
     """Subtract the values at the indices."""
     for i in range(begin, end):
         residual[np.uint64(indices[i])] -= values[i]
 
 
-@compiled
+@entry
 def within(indices: Array, size: int) -> bool:
     """Say whether all indices lie in [0, size)."""
     outside = 0

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtopk.kernels.jit import GROUP, SIGNLESS, compiled, lowest, ones, scan_group
+from rtopk.kernels.jit import Array, entry
+from rtopk.kernels.simd import GROUP, SIGNLESS, lowest, ones, scan_group
 
 SPARE = GROUP + 4  # free places that a group may need: keys are written four at a time
 BINS = 2048
 FEW = 65536  # keys that are looked at one by one rather than counted in finer bins
-Array = Any  # numba compiles for the dtypes that it meets
 _SIGNLESS = np.int32(SIGNLESS)
 _ONE = np.uint64(1)
 
@@ -90,7 +90,7 @@ def _rth_bin(parts: list[Any], r: int) -> tuple[Any, int]:
     return near, over
 
 
-@compiled
+@entry
 def _histogram(values: Array, low: int, shift: int, counts: Array) -> None:
     """Count keys from `low` on in bins of 2 ** shift."""
     keys = values.view(np.int32)
@@ -100,7 +100,7 @@ def _histogram(values: Array, low: int, shift: int, counts: Array) -> None:
             counts[place] += 1
 
 
-@compiled
+@entry
 def _keys_between(values: Array, low: int, high_end: int, out: Array) -> int:
     """Write down the keys in [low, high_end) and return their number."""
     keys = values.view(np.int32)
@@ -113,7 +113,7 @@ def _keys_between(values: Array, low: int, high_end: int, out: Array) -> int:
     return count
 
 
-@compiled
+@entry
 def _window(values: Array, low: np.int32, high_end: np.int32, out: Array) -> tuple[int, int]:
     """Count the keys from `high_end` on and write down those in [low, high_end), up to the room in `out`."""
     keys = values.view(np.int32)
@@ -142,7 +142,7 @@ def _window(values: Array, low: np.int32, high_end: np.int32, out: Array) -> tup
     return above, count
 
 
-@compiled
+@entry
 def tally(values: Array, threshold: int) -> tuple[int, int]:
     """Count the keys above the threshold and those at it."""
     keys = values.view(np.int32)

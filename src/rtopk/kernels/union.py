@@ -1,8 +1,7 @@
 """Several ascending lists of positions -> their union, and the place of each position in it.
 
 A bitmap of d bits takes all lists in one sweep each; counting its set bits word by word then gives the union,
-in order, and every position's place in it, without sorting: O(d / 64 + positions). Other devices, and lists
-much shorter than the bitmap, sort.
+in order, and every position's place in it, without sorting: O(d / 64 + positions).
 """
 
 from collections.abc import Sequence
@@ -12,24 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk.kernels.jit import compiled, lowest, ones
+from rtopk.kernels.jit import Array, entry
+from rtopk.kernels.simd import lowest, ones
 
-SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
-
-Array = Any  # numba compiles for the dtypes that it meets
 _ONE = np.uint64(1)
 _WORD = np.int64(63)
 
 
 def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the union of ascending positions below `size`, and for each list its places in the union.
-
-    >>> union([torch.tensor([1, 5]), torch.tensor([0, 5])], 8)
-    (tensor([0, 1, 5]), [tensor([1, 2]), tensor([0, 2])])
-    """
-    total = sum(positions.numel() for positions in lists)
-    if any(positions.device.type != "cpu" for positions in lists) or total < SORT_BELOW * size:
-        return by_sorting(lists)
+    """Return the union of ascending positions below `size`, and for each list its places in the union."""
     words = np.zeros((size + 63) // 64, dtype=np.uint64)
     arrays = [positions.numpy() for positions in lists]
     for array in arrays:
@@ -46,13 +36,7 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     return torch.from_numpy(joint), places
 
 
-def by_sorting(lists: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the same by sorting, on any device."""
-    joint = torch.unique(torch.cat(list(lists)))
-    return joint, [torch.searchsorted(joint, positions) for positions in lists]
-
-
-@compiled
+@entry
 def mark(words: Array, positions: Array, size: int) -> bool:
     """Set the bit of each position; say whether all were within the size."""
     for i in range(len(positions)):
@@ -63,7 +47,7 @@ def mark(words: Array, positions: Array, size: int) -> bool:
     return True
 
 
-@compiled
+@entry
 def count(words: Array, before: Array) -> Any:
     """Write how many bits are set before each word; return how many there are."""
     total = np.int64(0)
@@ -73,7 +57,7 @@ def count(words: Array, before: Array) -> Any:
     return total
 
 
-@compiled
+@entry
 def spell(words: Array, joint: Array) -> None:
     """Write the positions of the set bits."""
     at = 0
@@ -85,7 +69,7 @@ def spell(words: Array, joint: Array) -> None:
             word &= word - _ONE
 
 
-@compiled
+@entry
 def rank(words: Array, before: Array, positions: Array, places: Array) -> None:
     """Write how many set bits lie before each position."""
     for i in range(len(positions)):

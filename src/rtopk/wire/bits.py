@@ -1,6 +1,6 @@
 """Unaligned little-endian words of memory, as numba intrinsics: one machine instruction each.
 
-They take addresses, not arrays: an array handed to an inlined function costs two atomic reference counts,
+They take addresses, not arrays: an array handed to a fused function costs two atomic reference counts,
 which is more than decoding an entry. Nothing is checked here: the loops that call these compare with the
 end of their array first, and hold the array while they run.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from rtopk.kernels.compiling import Array, Num, intrinsic, loop, uint64
+from rtopk.kernels.jit import Array, Num, intrinsic, loop, uint64
 
 _WORD = ir.IntType(64)
 _HALF = ir.IntType(32)

@@ -1,6 +1,6 @@
 """XXH64 of a part of a byte array (https://github.com/Cyan4973/xxHash, the 64-bit algorithm)."""
 
-from rtopk.kernels.compiling import Array, Num, entry, loop, uint64
+from rtopk.kernels.jit import Array, Num, entry, loop, uint64
 from rtopk.wire.bits import address, load_byte, load_word
 
 P1 = 0x9E3779B185EBCA87

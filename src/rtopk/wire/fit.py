@@ -6,7 +6,7 @@ two running sums. Counts and sums are whole numbers, both in one word, so a valu
 
 import numpy as np
 
-from rtopk.kernels.compiling import Array, Num, int32, int64, loop, uint32, uint64
+from rtopk.kernels.jit import Array, Num, int32, int64, loop, uint32, uint64
 
 BLOCK = 512  # values
 BINS = 256  # sixteen factors of two below the largest value; the lowest bin takes all below

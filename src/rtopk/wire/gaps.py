@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rtopk.kernels.compiling import Array, Num, entry, int64, loop, uint8, uint64
+from rtopk.kernels.jit import Array, Num, entry, int64, loop, uint8, uint64
 from rtopk.kernels.threads import together
 from rtopk.wire.bits import address, load_word
 from rtopk.wire.golomb import best_code, plan, remainders

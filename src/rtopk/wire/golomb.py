@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from rtopk.kernels.compiling import Array, Num, int64, loop
+from rtopk.kernels.jit import Array, Num, int64, loop
 from rtopk.wire.bits import bit_length, float_bits
 
 CODES = 256

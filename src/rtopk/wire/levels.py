@@ -10,7 +10,7 @@ lowest bits first.
 
 import numpy as np
 
-from rtopk.kernels.compiling import Array, Num, entry, int64, loop, uint8, uint32, uint64
+from rtopk.kernels.jit import Array, Num, entry, int64, loop, uint8, uint32, uint64
 from rtopk.wire.bits import address, load_byte, load_word, store_word
 from rtopk.wire.fit import BINS, BLOCK, fit
 

@@ -7,7 +7,7 @@ with a large gap or a long code are written with care, one code at a time.
 
 import numpy as np
 
-from rtopk.kernels.compiling import Array, Num, inlined, int32, int64, loop, uint32, uint64
+from rtopk.kernels.jit import Array, Num, fused, int32, int64, loop, uint32, uint64
 from rtopk.wire.bits import address, store_word
 from rtopk.wire.golomb import BAD_STREAM, PARAMETERS, best_code, keeps, remainder
 
@@ -58,7 +58,7 @@ def _join(codes: Array, lengths: Array, n: Num) -> None:
         codes[i] = (code & uint64(0xFFFFFFFF)) | ((code >> uint64(32)) << (first & uint64(63)))
 
 
-@inlined
+@fused
 def _append(at: Num, word: Num, used: Num, bits: Num, length: Num) -> Num:
     """Write up to 56 bits; return where the next byte goes, the bits not yet passed on, and how many: below 8."""
     word |= bits << uint64(used)

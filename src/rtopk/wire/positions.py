@@ -7,7 +7,7 @@ the same parameter its unary part is never shorter than that of Golomb codes of 
 
 import numpy as np
 
-from rtopk.kernels.compiling import Array, Num, entry, int64, uint8, uint64
+from rtopk.kernels.jit import Array, Num, entry, int64, uint8, uint64
 from rtopk.wire import PayloadError
 from rtopk.wire.bits import address, all_zero, last_word, load_word, trailing_zeros
 from rtopk.wire.gaps import Beside, Bytes, Positions, read_gaps, write_gaps

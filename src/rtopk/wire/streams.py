@@ -8,7 +8,7 @@ addresses is read, and time is proportional to the entries that the caller has m
 
 import numpy as np
 
-from rtopk.kernels.compiling import Array, Num, inlined, int64, loop, uint64
+from rtopk.kernels.jit import Array, Num, fused, int64, loop, uint64
 from rtopk.wire.bits import address, last_word, load_half, load_word, store_word, trailing_zeros
 from rtopk.wire.golomb import BAD_STREAM, LENGTH_BITS, PARAMETERS, TABLED, remainder
 
@@ -101,7 +101,7 @@ def unpack(
     return bit, code
 
 
-@inlined
+@fused
 def _start(base: Num, end: Num, bit: Num, code: Num, tables: Num, offsets: Array) -> Num:
     """Read the start of a block; return the next bit, code, where its remainders are, their mask, and its unit."""
     bit, code = _block(base, end, bit, code)
@@ -110,7 +110,7 @@ def _start(base: Num, end: Num, bit: Num, code: Num, tables: Num, offsets: Array
     return bit, code, tables + 4 * offsets[tabled], mask, (PARAMETERS[tabled] << LENGTH_BITS) | 1
 
 
-@inlined
+@fused
 def _next(word: Num, table: Num, mask: Num, unit: Num) -> Num:
     """Take a code from a word; return the rest of the word, and 2**LENGTH_BITS x gap + length."""
     q = trailing_zeros(word)  # 64 if there is no one: longer than a window

@@ -14,7 +14,7 @@ import torch
 
 from rtopk.codec import Codec
 from rtopk.flower.intake import Intake, Offer
-from rtopk.kernels import take_out_
+from rtopk.kernels import subtract_
 from rtopk.seed import generator
 from rtopk.select import draw
 from rtopk.sparse import SparseVector
@@ -84,7 +84,7 @@ def _intake(d: int, density: float, typical: bool) -> Intake:
 def _floor(vectors: list[SparseVector], d: int) -> torch.Tensor:
     total = torch.zeros(d)
     for vector in vectors:
-        take_out_(total, vector.indices, vector.values)
+        subtract_(total, vector.indices, vector.values)
     return total
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rtopk.kernels import reaches
-from rtopk.kernels.search import Search
 from rtopk.seed import derive, generator
+from rtopk.select import draw_largest
 from rtopk.studies.bench.compress_methods import FACTOR, METHODS, Floor, Fused
 from rtopk.studies.bench.gradients import Gradients, real, synthetic
 from rtopk.studies.tasks.models import mlp
@@ -170,11 +170,10 @@ def breakdown(gradients: Gradients, threads: int, density: float, repetitions: i
         flush.sum()
         check = _seconds(partial(reaches, gradient, 2.0**100))[0]
         flush.sum()
-        search = method.tracker.search(method.k, d)
-        search = search or Search(0.0, FACTOR * method.k)
-        adding, (vector, candidates) = _seconds(partial(method.memory.add, gradient, *search))
-        choose = partial(method.tracker.select, vector, method.k, generator(step), candidates)
-        selecting, sent = _seconds(choose)
+        search, r = method.node.search, FACTOR * method.k
+        search.aim(r, d)  # before there is a guess, from zero
+        adding, vector = _seconds(partial(method.memory.add, gradient, search))
+        selecting, sent = _seconds(partial(draw_largest, vector, method.k, r, generator(step), search))
         taking = _seconds(partial(method.memory.subtract, sent))[0]
         if step >= 0:
             taken = {"check": check, "pass": adding - check, "select": selecting, "subtract": taking}
@@ -234,7 +233,7 @@ def second_scans(steps: int = 400, density: float = 0.01) -> tuple[int, int, flo
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()  # type: ignore[no-untyped-call]
         gradient = nn.utils.parameters_to_vector([p.grad for p in parameters if p.grad is not None])
         _apply(parameters, _sent(method, gradient, step), 0.1)
-    return d, steps, method.tracker.second_scans / method.tracker.steps
+    return d, steps, method.node.search.second_scans / method.node.search.steps
 
 
 def _sent(method: Fused, gradient: Tensor, step: int) -> Tensor:

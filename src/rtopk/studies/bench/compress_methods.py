@@ -10,12 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rtopk.codec import Codec
 from rtopk.memory import ErrorFeedback
 from rtopk.seed import generator
-from rtopk.select import RTopK, Tracker, draw
+from rtopk.select import RTopK, draw
 from rtopk.sparse import SparseVector
+from rtopk.sparsifier import Sparsifier
 
 FACTOR = 5  # r / k
+NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
 class Method(Protocol):
@@ -36,22 +39,27 @@ class Floor:
         self.residual.add_(gradient)
 
 
+class Uncoded(Codec):
+    """No payload: what is measured here is the way to the vector that is sent."""
+
+    def encode_with_decoded(
+        self, vector: SparseVector, rng: torch.Generator | None = None
+    ) -> tuple[Tensor, SparseVector]:
+        """Return nothing, and the vector as it is."""
+        return NOTHING, vector
+
+
 class Fused:
     """This library: memory and selector."""
 
     def __init__(self, d: int, k: int) -> None:
         self.k = k
         self.memory = ErrorFeedback()
-        self.tracker = Tracker(RTopK(r_over_k=FACTOR))
+        self.node = Sparsifier(RTopK(r_over_k=FACTOR), k / d if d else 1.0, self.memory, Uncoded())
 
     def step(self, gradient: Tensor, step: int) -> None:
         """Accumulate, select, take out."""
-        search = self.tracker.search(self.k, gradient.numel())
-        if search is None:
-            vector, candidates = self.memory.add(gradient), None
-        else:
-            vector, candidates = self.memory.add(gradient, *search)
-        self.memory.subtract(self.tracker.select(vector, self.k, generator(step), candidates))
+        self.node.compress(gradient, step)
 
 
 class FullTopK:

@@ -20,8 +20,8 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor
 
 from rtopk.flower import RTopKMod, RTopKStrategy
-from rtopk.memory import Memory
-from rtopk.outer import DecayedErrorFeedback, by_name
+from rtopk.local.outer import by_name
+from rtopk.memory import DecayedErrorFeedback, Memory
 from rtopk.select import Selector
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run, seeded

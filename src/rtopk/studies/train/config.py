@@ -14,9 +14,8 @@ from rtopk.aggregate import Mean
 from rtopk.codec import Codec
 from rtopk.layout import Layout, nothing, one_dimensional
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
-from rtopk.rivals import Dealt, RAgeK, Rule, Threshold
 from rtopk.schedule import Schedule, check_density, constant, warm_up
-from rtopk.select import RandomK, RTopK, TopK
+from rtopk.select import Dealt, RAgeK, RandomK, RTopK, Rule, Threshold, TopK
 from rtopk.studies.train.powersgd import LowRank
 
 Setting = Literal["distributed", "federated"]

@@ -1,4 +1,4 @@
-"""Which k of the d entries are sent (the paper's Definitions 1 to 3).
+"""Which k of the d entries to send (the paper's Definitions 1 to 3).
 
 `rtop_k` draws k of the r entries of largest magnitude, uniformly, without replacement. r = k is top-k,
 r = d is random-k: one rule, three names. A selector is the rule for r, given k and d; it draws from the
@@ -8,23 +8,17 @@ generator it is handed and never from torch's global one.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rtopk import kernels
-from rtopk.kernels.search import Candidates, Picked, Search
+from rtopk.kernels import draws
+from rtopk.kernels.search import Picked, Search
+from rtopk.select.rule import Rule
 from rtopk.sparse import SparseVector
 
-FEW = 64  # a bit for each of r takes less memory than k numbers, up to this r / k
-
-# How the guess at the next r-th magnitude follows the last ones, in logarithms; see docs/performance.md.
-AT_FIRST = 0.04  # how far below what the trend predicts to guess
-LEAST, MOST = 0.01, 0.5
-FORGET = 0.975
-SAFETY = 2.0
-TREND = 0.3
+BITS_UP_TO = 64  # a bit for each of r takes less memory than k numbers, up to this r / k
 
 
 def top_k(vector: Tensor, k: int) -> Tensor:
@@ -48,7 +42,7 @@ def rtop_k(vector: Tensor, k: int, r: int, rng: torch.Generator) -> Tensor:
     Positions are int64, ascending and unique. Ties at the r-th magnitude: the lower index wins.
     """
     _check(vector, k, r)
-    return _choose(vector, k, r, rng, None).positions
+    return _pick(vector, k, r, rng, None).positions
 
 
 def draw(r: int, k: int, rng: torch.Generator) -> Tensor:
@@ -61,9 +55,7 @@ def draw(r: int, k: int, rng: torch.Generator) -> Tensor:
     >>> draw(10, 3, torch.Generator().manual_seed(1)).numel()
     3
     """
-    from rtopk.kernels import draws
-
-    if r > FEW * k:
+    if r > BITS_UP_TO * k:
         return draws.draw_few(r, k, _seed(rng)).to(rng.device)
     return draws.set_bits(draws.draw_words(r, k, _seed(rng)), k).to(rng.device)
 
@@ -72,27 +64,43 @@ def _seed(rng: torch.Generator) -> int:
     return int(torch.randint(2**63 - 1, (), generator=rng, device=rng.device))
 
 
-def _choose(vector: Tensor, k: int, r: int, rng: torch.Generator, candidates: Candidates | None) -> Picked:
+def draw_largest(
+    vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None = None
+) -> SparseVector:
+    """Return k entries of a finite vector, drawn from its r largest; a search may have found those already."""
+    if not 1 <= k <= r <= vector.numel():
+        raise ValueError(f"need 1 <= k <= r <= d, got k={k}, r={r}, d={vector.numel()}")
+    picked = _pick(vector, k, r, rng, search)
+    if search is not None and r < vector.numel():
+        search.learn(picked.magnitude, r)
+    return SparseVector(picked.positions, picked.values, vector.numel())
+
+
+def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None) -> Picked:
     """Draw k of the r largest; candidates that hold fewer than r are not used."""
     if r == vector.numel():
         positions = draw(r, k, rng).to(vector.device)
         return Picked(positions, vector[positions], 0.0)
-    from rtopk.kernels import draws
-
+    candidates = None if search is None else search.found
     if candidates is None or len(candidates) < r:
         candidates = kernels.search_largest(vector, r)
     return kernels.pick(candidates, r, partial(draws.draw_words, r, k, _seed(rng)), k)
 
 
-class Selector(Protocol):
-    """Choose k positions of a vector, ascending."""
+class _Family(Rule):
+    """Draw k of the r largest; a member of the family says what r is."""
+
+    def considered(self, k: int, d: int) -> int:
+        """Return r, the number of entries among which the k are drawn."""
+        raise NotImplementedError
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return k ascending positions."""
+        return rtop_k(vector, k, self.considered(k, vector.numel()), rng)
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(_Family):
     """Send the k largest entries: rTop-k with r = k."""
 
     def considered(self, k: int, d: int) -> int:
@@ -100,25 +108,21 @@ class TopK:
         return k
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
-        """Return k ascending positions."""
+        """Return k ascending positions; nothing is drawn."""
         return top_k(vector, k)
 
 
 @dataclass(frozen=True)
-class RandomK:
+class RandomK(_Family):
     """Send k entries drawn from all: rTop-k with r = d."""
 
     def considered(self, k: int, d: int) -> int:
         """Return r, the number of entries among which the k are drawn."""
         return d
 
-    def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
-        """Return k ascending positions."""
-        return random_k(vector, k, rng)
-
 
 @dataclass(frozen=True)
-class RTopK:
+class RTopK(_Family):
     """Send k entries drawn from the r largest, with r = `r_over_k` times k, at most d.
 
     Give `r_over_k`, or `nodes` for the paper's choice k / r = 1 / n: an entry that is among the r largest
@@ -143,77 +147,6 @@ class RTopK:
     def considered(self, k: int, d: int) -> int:
         """Return r, the number of entries among which the k are drawn."""
         return min(d, round(k * self._factor))
-
-    def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
-        """Return k ascending positions."""
-        return rtop_k(vector, k, self.considered(k, vector.numel()), rng)
-
-
-def usual(nodes: int) -> RTopK:
-    """Return the rule that users get who name none: k of the 2 k largest; for one node, the k largest.
-
-    The paper's r = n k is `RTopK(nodes=n)`. docs/decisions.md says why it is not this one.
-    """
-    return RTopK(r_over_k=min(2, nodes))
-
-
-_BY_RULE = (TopK.select, RandomK.select, RTopK.select)
-
-
-class Tracker:
-    """Select from one vector, step after step, guessing how large its r-th entry will be.
-
-    The guess lets the memory find the candidates in its own pass. It decides how long a step takes and never
-    what is selected, so it is in no state. A selector with a `select` of its own, subclasses among them, is
-    asked as it is.
-    """
-
-    def __init__(self, selector: Selector) -> None:
-        self.selector = selector
-        self.steps = 0
-        self.second_scans = 0  # steps in which the candidates did not suffice, the first step among them
-        self._last: tuple[float, int] | None = None  # the r-th magnitude of the last step, and its r
-        self._trend = 0.0  # how its logarithm has grown in a step, of late
-        self._margin = AT_FIRST  # how far it may fall short of that
-
-    def search(self, k: int, d: int) -> Search | None:
-        """Return what the memory shall look for among the first d entries; None before there is a guess."""
-        r = self._considered(k, d)
-        if r is None or r == d or self._last is None:
-            return None
-        magnitude, at = self._last
-        # Between two densities, take the tail of a power law: half the magnitude for twice the entries.
-        return Search(magnitude * math.exp(self._trend - self._margin) * min(1.0, at / r), r, d)
-
-    def select(
-        self, vector: Tensor, k: int, rng: torch.Generator, candidates: Candidates | None = None
-    ) -> SparseVector:
-        """Return k entries of a finite vector, drawn by the selector's rule."""
-        r = self._considered(k, vector.numel())
-        if r is None:
-            return SparseVector.gather(vector, self.selector.select(vector, k, rng))
-        if not 1 <= k <= r <= vector.numel():
-            raise ValueError(f"need 1 <= k <= r <= d, got k={k}, r={r}, d={vector.numel()}")
-        picked = _choose(vector, k, r, rng, candidates)
-        if r < vector.numel():
-            self.steps += 1
-            self.second_scans += candidates is None or len(candidates) < r
-            self._learn(picked.magnitude, r)
-        return SparseVector(picked.positions, picked.values, vector.numel())
-
-    def _considered(self, k: int, d: int) -> int | None:
-        """Return r if the selector selects by this file's rule; a `select` of its own is asked instead."""
-        if getattr(self.selector.select, "__func__", None) not in _BY_RULE:
-            return None
-        return int(self.selector.considered(k, d))  # type: ignore[attr-defined]
-
-    def _learn(self, magnitude: float, r: int) -> None:
-        """Remember the magnitude; the worst shortfall of late, slowly forgotten, says how low to guess next."""
-        if self._last is not None and self._last[1] == r and min(magnitude, self._last[0]) > 0.0:
-            grown = min(MOST, max(-MOST, math.log(magnitude / self._last[0])))
-            self._margin = min(MOST, max(LEAST, self._margin * FORGET, SAFETY * (self._trend - grown)))
-            self._trend += TREND * (grown - self._trend)
-        self._last = (magnitude, r)
 
 
 def _check(vector: Tensor, k: int, r: int) -> None:

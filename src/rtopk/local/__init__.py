@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rtopk.aggregate import Mean, average, usual_mean
+from rtopk import defaults
+from rtopk.aggregate import Mean, average
 from rtopk.codec import Codec
 from rtopk.layout import DenseRule, Layout, one_dimensional
+from rtopk.local.outer import Outer, by_name
 from rtopk.memory import Memory
-from rtopk.outer import Outer, by_name
 from rtopk.schedule import Schedule
-from rtopk.select import Selector, usual
+from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import AllGather
 
@@ -58,7 +59,7 @@ class LocalSGD:
         self.layout = Layout.of(model, dense)
         self.outer: Outer = pair.outer if pair else outer  # type: ignore[assignment]
         self.sparsifier = Sparsifier(
-            selector or usual(self.world),
+            selector or defaults.selector(self.world),
             density,
             memory if memory is not None else (pair.memory() if pair else None),
             Codec(values, fingerprint=self.layout.fingerprint),
@@ -66,7 +67,7 @@ class LocalSGD:
             node=self.rank,
             layout=self.layout,
         )
-        self.mean: Mean = mean or usual_mean(self.sparsifier.memory)
+        self.mean: Mean = mean or defaults.mean(self.sparsifier.memory)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.common = self._vector()
         self.steps = 0

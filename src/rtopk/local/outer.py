@@ -7,13 +7,12 @@ nodes: `sparseloco` is that pair. An update is common - own weights, so the cent
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rtopk.kernels.search import Candidates
-from rtopk.memory import Accumulated, ErrorFeedback, Memory
+from rtopk.memory import DecayedErrorFeedback, ErrorFeedback, Memory
 
 State = Mapping[str, Tensor]
 
@@ -57,41 +56,6 @@ class Nesterov:
                 )
             velocity.add_(state["velocity"], alpha=self.momentum)
         return torch.add(update, velocity, alpha=self.momentum).mul_(self.rate), {"velocity": velocity}
-
-
-class DecayedErrorFeedback(ErrorFeedback):
-    """Error feedback that forgets: the residual is multiplied by `decay` before each update is added."""
-
-    def __init__(self, decay: float = 0.95) -> None:
-        if not 0.0 < decay <= 1.0:
-            raise ValueError(f"decay must be in (0, 1], got {decay}")
-        super().__init__()
-        self.decay = decay
-
-    @overload
-    def add(self, gradient: Tensor) -> Tensor: ...
-    @overload
-    def add(
-        self, gradient: Tensor, floor: float, wanted: int | None = None, size: int | None = None
-    ) -> tuple[Tensor, Candidates]: ...
-    def add(
-        self,
-        gradient: Tensor,
-        floor: float | None = None,
-        wanted: int | None = None,
-        size: int | None = None,
-    ) -> Accumulated:
-        """Decay the residual, add the gradient, return the residual."""
-        before = self.residual
-        if before is not None:
-            self.residual = before * self.decay
-        try:
-            if floor is None:
-                return super().add(gradient)
-            return super().add(gradient, floor, wanted, size)
-        except ValueError:
-            self.residual = before
-            raise
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,21 @@
+"""What users get who name none: the only place. docs/decisions.md says why."""
+
+from rtopk.aggregate import Mean
+from rtopk.memory import Memory
+from rtopk.select import RTopK
+
+
+def selector(nodes: int) -> RTopK:
+    """Return the rule: k of the 2 k largest; for one node, the k largest.
+
+    The paper's r = n k is `RTopK(nodes=n)`.
+    """
+    return RTopK(r_over_k=min(2, nodes))
+
+
+def mean(memory: Memory) -> Mean:
+    """Return the mean: over all nodes, or over those that sent an entry.
+
+    Without a memory, what is divided by nodes that did not send it is lost.
+    """
+    return "nodes" if getattr(memory, "keeps", True) else "received"

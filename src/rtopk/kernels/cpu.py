@@ -1,0 +1,218 @@
+"""Compiled loops for fp32 vectors in the memory of the host.
+
+1. A check reads the gradient: if an entry is not finite, nothing is written at all.
+2. One pass adds the gradient to the residual, 64 entries at a time, and compares the sums with a bound while
+   they are in registers: one word of 64 bits says which reach it. Mostly it is zero, and that was all.
+3. Positions and values of those that reach it are written down: the candidates.
+4. The bound comes from the floor, a guess at the r-th magnitude: the last step's, lowered a little.
+5. Too low a guess: when a third more than r are held, the r largest are kept and the bound rises above
+   them, so a pass never holds much more than r, whatever the data. Where r is large, a sample of the sums
+   corrects the guess before the pass begins.
+6. Too high a guess: fewer than r candidates. Only then a second scan, with a floor taken from a sample; and
+   if even that was too high, a third with floor zero, which always finds r.
+7. The r-th magnitude of the candidates is found exactly, from a sample and a look at those near it; one more
+   pass over them ranks them and picks those whose rank was drawn. Select and subtract cost O(r), not O(d).
+
+Each thread does this for its own range; ranges follow one another, so candidates are in order.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rtopk.kernels import draws, loops, plain, rank
+from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, stride
+from rtopk.kernels.threads import Cuts, ranges, together
+from rtopk.kernels.union import union as by_bitmap
+
+SCATTER = 1 << 14  # entries that are worth a thread where each is a miss of the cache
+SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
+
+
+def serves(*vectors: Tensor) -> bool:
+    """Serve contiguous fp32 vectors in host memory."""
+    return all(v.dtype == torch.float32 and v.is_cpu and v.is_contiguous() and v.dim() == 1 for v in vectors)
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a vector of zeros.
+
+    From numpy: torch's own threads, which would fill it, hang in a forked child. And where the system lets
+    programs ask for them, numpy's memory has huge pages, which are read faster.
+    """
+    return torch.from_numpy(np.zeros(size, np.float32))
+
+
+def reaches(vector: Tensor, limit: float) -> bool:
+    """Say whether a magnitude is at least `limit`, or NaN."""
+    array, bound = _array(vector), _key(limit)
+    return any(together([partial(loops.reaches, array, a, b, bound) for a, b in ranges(array.size, 64)]))
+
+
+def accumulate_(
+    residual: Tensor,
+    gradient: Tensor,
+    search: Search | None,
+    velocity: Tensor | None,
+    momentum: float,
+    scale: float,
+) -> Candidates | None:
+    """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates."""
+    arrays = [_array(vector) for vector in (residual, gradient, velocity) if vector is not None]
+    if velocity is None:
+        loop: Callable[..., Any] = partial(loops.add, *arrays)
+    else:
+        numbers = np.float32(momentum), np.float32(scale)
+        loop = partial(loops.move, arrays[0], arrays[1], arrays[2], *numbers)
+    if search is None:
+        _without_search(loop, ranges(residual.numel(), 64))
+        return None
+    return _collect(loop, residual.numel(), search, partial(_sums, arrays, momentum, scale))
+
+
+def scan(vector: Tensor, search: Search) -> Candidates:
+    """Return the entries at or above a floor; NaN and Inf are the largest of all."""
+    array = _array(vector)
+    size = vector.numel() if search.size is None else search.size
+    return _collect(partial(loops.scan, array), size, search, array.__getitem__)
+
+
+def sample(vector: Tensor, every: slice) -> Any:
+    """Return some entries as a numpy array."""
+    return _array(vector)[every]
+
+
+def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:
+    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
+    parts = [(positions.numpy(), values.numpy()) for positions, values in candidates.parts]
+    search = partial(rank.rth, [values for _, values in parts], r, int(_key(candidates.floor)))
+    drawing: list[Callable[[], Any]] = [search, words if callable(words) else lambda: words]
+    end, bits = together(drawing, len(candidates))
+    out = np.empty(k, np.int64), np.empty(k, np.float32)
+    tasks, ranked, ties = [], 0, end.ties
+    for (at, value), (above, tied) in zip(parts, end.counts, strict=True):
+        count = draws.ones_before(bits, ranked)
+        tasks.append(partial(loops.pick, at, value, end.key, ties, bits, ranked, *out, count))
+        ranked, ties = ranked + above + min(tied, ties), ties - min(tied, ties)
+    if (ranked, ties, draws.ones_before(bits, r)) != (r, 0, k):  # else `out` would not be filled
+        raise AssertionError(f"{ranked} entries and {ties} ties are ranked where r={r}, k={k}: {end}")
+    together(tasks, len(candidates))
+    magnitude = float(np.int32(end.key).view(np.float32))
+    return Picked(torch.from_numpy(out[0]), torch.from_numpy(out[1]), magnitude)
+
+
+def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
+    """Subtract values, times a factor, at unique indices."""
+    if not (indices.is_contiguous() and indices.is_cpu):
+        plain.subtract_(vector, indices, values, factor)
+        return
+    if not indices.numel():
+        return
+    places, given = indices.numpy(), _array(values)
+    if not loops.within(places, vector.numel()):
+        low, high = int(places.min()), int(places.max())
+        raise IndexError(f"indices must lie in [0, {vector.numel()}), got {low} to {high}")
+    # numpy, because so few entries are not worth waking torch's threads: on a busy machine that costs more than
+    # all the rest.
+    arrays = _array(vector), places, given if factor == 1.0 else given * np.float32(factor)
+    together([partial(loops.take_out, *arrays, a, b) for a, b in ranges(indices.numel(), 1, SCATTER)])
+
+
+def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
+    """Join ascending lists of positions; other devices, and lists much shorter than the bitmap, sort."""
+    few = sum(positions.numel() for positions in lists) < SORT_BELOW * size
+    if few or not all(positions.is_cpu for positions in lists):
+        return plain.union(lists, size)
+    return by_bitmap(lists, size)
+
+
+def _array(vector: Tensor) -> Any:
+    return vector.detach().numpy()
+
+
+@functools.lru_cache(1024)  # mostly the same few limits
+def _key(magnitude: float) -> np.int32:
+    with np.errstate(over="ignore"):  # a guess beyond the largest float is Inf, which no entry reaches
+        return np.float32(magnitude).view(np.int32)
+
+
+def _sums(arrays: list[Any], momentum: float, scale: float, at: slice) -> Any:
+    """Return some of the sums that the pass will write."""
+    residual, gradient, *velocity = (array[at] for array in arrays)
+    if not velocity:
+        return residual + gradient
+    return residual + (velocity[0] * np.float32(momentum) + gradient * np.float32(scale))
+
+
+def _floor(search: Search, size: int, sums: Callable[[slice], Any]) -> float:
+    """Return the floor of a search, or one from a sample if r is large and the sample contradicts it."""
+    if search.wanted is None or search.wanted < LARGE or not search.checks:
+        return search.floor
+    low, middle = quantiles(sums(slice(0, size, stride(size))), search.wanted, size)
+    if low <= search.floor <= middle:
+        search.checks -= 1
+        return search.floor
+    search.checks = CHECKS
+    return low
+
+
+def _collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[slice], Any]) -> Candidates:
+    """Run the pass over all ranges; entries from `search.size` on are accumulated, not searched."""
+    size = d if search.size is None else search.size
+    floor, cuts = _floor(search, size, sums), ranges(size, 64)
+    parts = together([partial(_part, loop, i, cuts, d, floor, search) for i in range(len(cuts))])
+    _without_search(loop, ((size, d),))
+    found = Candidates(tuple(parts), floor)
+    search.shares = [positions.numel() / max(1, len(found)) for positions, _ in parts]
+    if search.wanted is not None and not search.wanted <= len(found) <= search.wanted + search.wanted // 3:
+        search.checks = CHECKS
+    return found
+
+
+def _without_search(loop: Callable[..., Any], cuts: Cuts) -> None:
+    """Run the pass with a bound that no finite entry reaches."""
+
+    def nothing() -> tuple[Any, ...]:  # the loops write before they look
+        return np.int32(0x7FFFFFFF), np.empty(loops.SPARE, np.int32), np.empty(loops.SPARE, np.float32), 0
+
+    together([partial(loop, begin, end, *nothing()) for begin, end in cuts])
+
+
+def _part(
+    loop: Callable[..., Any], part: int, cuts: Cuts, d: int, floor: float, search: Search
+) -> tuple[Tensor, Tensor]:
+    """Run the pass over one range, making room as it goes: first larger arrays, then a higher bound."""
+    at, end = cuts[part]
+    bound, count = _key(floor), 0
+    wanted = end - at if search.wanted is None else min(search.wanted, end - at)
+    most = min(end - at, wanted + max(wanted // 3, (end - at) // 1024)) + 128
+    share = search.shares[part] if len(search.shares) == len(cuts) else 1 / len(cuts)
+    room = min(most, 256 + round(1.4 * wanted * share))
+    positions, values = search.take(part, room, np.int32 if d < 2**31 else np.int64)
+    while True:
+        at, count = loop(at, end, bound, positions, values, count)
+        if at == end:
+            search.put(part, positions, values)
+            return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
+        if positions.size < most:
+            room = min(most, 128 + 11 * positions.size // 10)
+            positions = _grown(positions, count, room)  # one after the other: three arrays, not four
+            values = _grown(values, count, room)
+        else:
+            search.checks = CHECKS
+            last = rank.rth([values[:count]], wanted, int(bound))
+            count = loops.keep(positions[:count], values[:count], last.key, last.ties)
+            if count != wanted:
+                raise AssertionError(f"{count} entries are kept where {wanted} are wanted: {last}")
+            bound = np.int32(last.key + 1)  # a later tie loses against an earlier one
+
+
+def _grown(array: Any, count: int, room: int) -> Any:
+    larger = np.empty(room, array.dtype)
+    larger[:count] = array[:count]
+    return larger

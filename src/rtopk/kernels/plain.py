@@ -1,0 +1,123 @@
+"""Plain torch, for every device and dtype: the same streaming search in blocks.
+
+Entries that reach a bound are written down; when there are more than enough, only the largest are kept and the
+bound rises. No sort and no topk ever sees more than a block and twice r entries, and the result is the same set,
+entry for entry.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtopk.kernels import draws
+from rtopk.kernels.search import Candidates, Picked, Search
+
+BLOCK = 1 << 20
+
+
+def serves(*vectors: Tensor) -> bool:
+    """Serve everything."""
+    return True
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a vector of zeros."""
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def reaches(vector: Tensor, limit: float) -> bool:
+    """Say whether a magnitude is at least `limit`, or NaN."""
+    low, high = torch.aminmax(vector.detach())  # NaN if there is one
+    return not (float(high) < limit and float(low) > -limit)
+
+
+def accumulate_(
+    residual: Tensor,
+    gradient: Tensor,
+    search: Search | None,
+    velocity: Tensor | None,
+    momentum: float,
+    scale: float,
+) -> Candidates | None:
+    """Add the gradient, or with a velocity: momentum * velocity + scale * gradient, to the residual."""
+    if velocity is None:
+        residual.add_(gradient)
+    else:
+        velocity.mul_(momentum)
+        if scale == 1.0:
+            velocity.add_(gradient)
+        else:
+            # Multiply, round, add: `add_(alpha=)` may fuse them, on some devices and in some lanes only.
+            for begin in range(0, gradient.numel(), BLOCK):
+                block = gradient[begin : begin + BLOCK].to(velocity.dtype) * scale
+                velocity[begin : begin + BLOCK].add_(block)
+        residual.add_(velocity)
+    return None if search is None else scan(residual, search)
+
+
+def scan(vector: Tensor, search: Search) -> Candidates:
+    """Return the entries at or above the floor, or the `wanted` largest of them.
+
+    There may be more than `wanted`, never fewer of the largest. NaN counts as reaching every floor.
+    """
+    vector = vector if search.size is None else vector[: search.size]
+    positions, values, held = [vector.new_empty(0, dtype=torch.int64)], [vector.new_empty(0)], 0
+    bound = torch.tensor(search.floor, dtype=torch.float64, device=vector.device).to(vector.dtype)
+    strict = False
+    for begin in range(0, vector.numel(), BLOCK):
+        block = vector[begin : begin + BLOCK]
+        below = block.abs() <= bound if strict else block.abs() < bound
+        found = (~below).nonzero()[:, 0]
+        positions.append(found + begin)
+        values.append(block[found])
+        held += found.numel()
+        if search.wanted is not None and held > 2 * search.wanted + 64:
+            at, value = torch.cat(positions), torch.cat(values)
+            best = _largest_of(value, search.wanted)
+            positions, values, held = [at[best]], [value[best]], search.wanted
+            bound, strict = _magnitude(values[0]).min(), True  # a later tie loses against an earlier one
+    return Candidates(((torch.cat(positions), torch.cat(values)),), search.floor)
+
+
+def sample(vector: Tensor, every: slice) -> Any:
+    """Return some entries as a numpy array."""
+    return vector.detach()[every].to("cpu", torch.float64).numpy()
+
+
+def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
+    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
+    positions, values = (torch.cat(column) for column in zip(*candidates.parts, strict=True))
+    best = _largest_of(values, r)
+    ranks = draws.set_bits(words() if callable(words) else words, k).to(values.device)
+    chosen = best[ranks]
+    return Picked(positions[chosen].to(torch.int64), values[chosen], float(values[best].abs().min()))
+
+
+def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
+    """Subtract values, times a factor, at unique indices."""
+    values = values.to(vector.dtype)
+    vector[indices] -= values if factor == 1.0 else values * factor
+
+
+def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
+    """Join ascending lists of positions by sorting."""
+    joint = torch.unique(torch.cat(list(lists)))
+    return joint, [torch.searchsorted(joint, positions) for positions in lists]
+
+
+def _largest_of(values: Tensor, r: int) -> Tensor:
+    """Return where the r largest magnitudes are, ascending; among equals the first are the larger."""
+    magnitude = _magnitude(values)
+    threshold = magnitude.topk(r, sorted=False).values.min()
+    chosen = magnitude > threshold
+    tied = (magnitude == threshold).nonzero()[:, 0]
+    chosen[tied[: r - int(chosen.sum())]] = True
+    return chosen.nonzero()[:, 0]
+
+
+def _magnitude(values: Tensor) -> Tensor:
+    """Return magnitudes that can be compared: NaN is as large as Inf."""
+    return values.abs().nan_to_num(nan=math.inf, posinf=math.inf)

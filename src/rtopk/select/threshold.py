@@ -1,0 +1,31 @@
+"""Send all entries that reach a fixed magnitude (Sahu et al., 2021)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rtopk.select.rule import Rule
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """Send every entry whose magnitude is at least `limit`: few in one round, many in another.
+
+    The number asked for has no influence, but for one case: all of them (density 1, as in a dense phase at
+    the start) means all.
+    """
+
+    limit: float
+    sends_k = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.limit < math.inf:
+            raise ValueError(f"limit must be positive and finite, got {self.limit}")
+
+    def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
+        """Return the positions at or above the limit, ascending."""
+        if k == vector.numel():
+            return torch.arange(k, device=vector.device)
+        return (vector.abs() >= self.limit).nonzero()[:, 0]
