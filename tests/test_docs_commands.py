@@ -28,17 +28,17 @@ RUN = {
     "--install-completion": "",
 }
 ONLY_PARSED = {
-    "demo": "tests/test_cli.py runs it with one seed and few rounds",
-    "bench compress": "tests/test_bench_compress.py runs it with its smallest sizes",
-    "bench codec": "tests/test_bench_codec.py runs it with its smallest sizes",
-    "bench link": "needs root and minutes; tests/test_link_bench.py runs it small on loopback",
-    "advise": "needs a second host or a long benchmark; tests/test_advise.py tests what it does",
+    "demo": "tests/tools/cli/test_cli.py runs it with one seed and few rounds",
+    "bench compress": "tests/studies/bench/test_bench_compress.py runs it with its smallest sizes",
+    "bench codec": "tests/studies/bench/test_bench_codec.py runs it with its smallest sizes",
+    "bench link": "needs root and minutes; tests/studies/bench/test_link_bench.py runs it small on loopback",
+    "advise": "needs a second host or a long benchmark; tests/tools/advise/test_advise.py tests what it does",
     "fed": "tests/flower runs both engines",
-    "reproduce": "hours; tests/test_reproduce.py runs it at scale smoke",
-    "data": "needs the data sets; tests/test_data.py makes small ones",
-    "tables": "writes into docs; tests/test_reproduce.py runs it on records of its own",
-    "rivals": "hours; tests/test_rivals_study.py runs it small",
-    "lab": "tests/lab/test_lab_cli.py runs each of them small",
+    "reproduce": "hours; tests/studies/paper/test_reproduce.py runs it at scale smoke",
+    "data": "needs the data sets; tests/studies/tasks/test_data.py makes small ones",
+    "tables": "writes into docs; tests/studies/paper/test_reproduce.py runs it on records of its own",
+    "rivals": "hours; tests/studies/equal_bytes/test_equal_bytes.py runs it small",
+    "lab": "tests/studies/lab/test_lab_cli.py runs each of them small",
 }
 MAKE = {  # only parsed: each is a call of what is tested elsewhere
     "demo": "rtopk demo",

@@ -21,7 +21,7 @@ def accuracy(values, seed):
 def test_4_bit_values_lose_nothing():
     """Digits, five nodes, density 1 %, five seeds: the means differ by less than the spread between seeds.
 
-    Prints the table of docs/wire-format.md: python -m pytest -m slow -s tests/test_codec_training.py
+    Prints the table of docs/wire-format.md: python -m pytest -m slow -s tests/wire/test_codec_training.py
     """
     table = {}
     for values in ("fp32", "4bit", "2bit"):

@@ -128,7 +128,7 @@ def test_fit_finds_the_costs_that_rows_were_made_from():
 
 
 def test_its_word_against_the_measurements():
-    measured = json.loads((Path(__file__).parents[1] / "results" / "links.json").read_text())["rows"]
+    measured = json.loads((Path(__file__).parents[3] / "results" / "links.json").read_text())["rows"]
     compared = compare(reference(), measured, cores=2)
     assert len(compared) == len(measured) >= 30
     assert median_error(compared) <= 0.20

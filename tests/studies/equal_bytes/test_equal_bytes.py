@@ -176,7 +176,7 @@ def test_differences_of_one_entrant_to_each_other(tmp_path):
     assert "no results of 'topk'" in str(unknown.exception)
 
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).parents[3] / "results"
 
 
 @pytest.mark.parametrize("task", [task for task in PANELS if (RESULTS / f"rivals-{task}.jsonl").exists()])

@@ -1,4 +1,4 @@
-"""Fuzz the decoder: `python tests/fuzz_codec.py -max_total_time=600` (options of libFuzzer).
+"""Fuzz the decoder: `python tests/wire/fuzz_codec.py -max_total_time=600` (options of libFuzzer).
 
 The first byte of an input says what the rest is: the bytes of a payload, or edits of a valid payload (which one,
 then where and what, then how much is cut off). The checksum is written anew, so that both reach the sections

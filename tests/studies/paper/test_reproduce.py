@@ -360,7 +360,7 @@ def test_tables_are_rendered_and_drawn(tmp_path):
 
 
 def test_the_page_says_what_the_records_say():
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[3]
     page = (root / "docs" / "reproduction.md").read_text()
     assert insert(page, render_all("small", root / "results")) == page
 

@@ -1,6 +1,6 @@
 """Bytes from strangers: a valid vector of the expected size, or PayloadError; in bounded memory and time.
 
-The long run of the same check is tests/fuzz_codec.py (atheris), which the slow test at the end starts.
+The long run of the same check is tests/wire/fuzz_codec.py (atheris), which the slow test at the end starts.
 """
 
 import contextlib

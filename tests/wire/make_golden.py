@@ -1,4 +1,4 @@
-"""Make the golden payloads of tests/golden: `python tests/make_golden.py`. Only for a new format version.
+"""Make the golden payloads of tests/wire/golden: `python tests/wire/make_golden.py`. Only for a new format version.
 
 Each is small, named after what it shows, and comes with a JSON file of what it must decode to (values as the
 hexadecimal bits of their float32).

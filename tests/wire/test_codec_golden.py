@@ -1,6 +1,6 @@
 """Golden payloads pin format version 1: bytes once written stay readable, to the last bit.
 
-tests/make_golden.py made them. If one of these tests fails, the format has changed: that needs a new version.
+tests/wire/make_golden.py made them. If one of these tests fails, the format has changed: that needs a new version.
 """
 
 import json
