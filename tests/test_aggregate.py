@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtopk import SparseVector, average, average_sparse
-from rtopk.kernels.union import by_sorting, union
+from rtopk.kernels import union
+from rtopk.kernels.plain import union as by_sorting
 from rtopk.seed import generator
 
 
@@ -92,7 +93,7 @@ def test_refuses_nothing_and_different_sizes():
 def test_union_is_what_sorting_gives(nodes, size, seed):
     lists = [vector.indices for vector in vectors(nodes, size, seed)]
     joint, places = union(lists, size)
-    expected, where = by_sorting(lists)
+    expected, where = by_sorting(lists, size)
     assert torch.equal(joint, expected)
     assert all(torch.equal(a, b) for a, b in zip(places, where, strict=True))
 

@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from report.records import a_table
+from tools.report.records import a_table
 from rtopk.tools.cli import app
 from test_readme import PAGES, ROOT, blocks
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, average
 from rtopk.seed import derive, generator
-from rtopk.select import usual
+from rtopk import defaults
 
 SMALL_BUCKETS = 0.0002  # MB: one bucket at first, four once DDP has rebuilt them
 
@@ -115,7 +115,7 @@ def reference(
     workers = [
         {
             name: Sparsifier(
-                selector or usual(nodes),
+                selector or defaults.selector(nodes),
                 density,
                 memory(),
                 Codec(values, rounding, layout.fingerprint, fixed=True, dense_size=layout.dense_size),

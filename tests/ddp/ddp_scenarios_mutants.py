@@ -102,5 +102,5 @@ class FirstK:
 
 def first_k_in_index_order(at: Place) -> dict[str, Any]:
     """Bug 11: truncation in index order starves late positions."""
-    with mock.patch.object(options, "usual", FirstK):
+    with mock.patch.object(defaults, "selector", FirstK):
         return exact.every_coordinate(at)

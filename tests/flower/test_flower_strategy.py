@@ -18,7 +18,7 @@ from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.flower.downlink import digest
 from rtopk.flower.intake import Intake
 from rtopk.flower.store import FileStore
-from rtopk.outer import Nesterov
+from rtopk.local.outer import Nesterov
 
 ROUNDS = 8
 

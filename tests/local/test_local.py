@@ -11,7 +11,8 @@ from torch import nn
 
 from rtopk import NoMemory, rtop_k
 from rtopk.local import LocalSGD
-from rtopk.outer import SGD, DecayedErrorFeedback, Nesterov, by_name
+from rtopk.local.outer import SGD, Nesterov, by_name
+from rtopk.memory import DecayedErrorFeedback
 from rtopk.seed import generator
 
 STEPS = 100
