@@ -16,9 +16,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tools.report.records import a_table
 from rtopk.tools.cli import app
 from test_readme import PAGES, ROOT, blocks
+from tools.report.records import a_table
 
 RUN = {
     "advise --model": "",

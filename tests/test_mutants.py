@@ -4,10 +4,10 @@ A law that lets its mutant live is a test that cannot fail.
 """
 
 import pytest
+import test_powersgd
 import torch
 
 import laws
-import test_powersgd
 from rtopk import (
     Codec,
     ErrorFeedback,

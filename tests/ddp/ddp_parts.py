@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
-from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, average
+from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, average, defaults
 from rtopk.seed import derive, generator
-from rtopk import defaults
 
 SMALL_BUCKETS = 0.0002  # MB: one bucket at first, four once DDP has rebuilt them
 

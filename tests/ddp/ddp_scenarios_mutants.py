@@ -11,7 +11,7 @@ from ddp_worker import Place
 
 import rtopk.ddp
 from rtopk import layout, top_k
-from rtopk.ddp import checkpoint, group, optimizers, options, rounds, state
+from rtopk.ddp import checkpoint, group, optimizers, rounds, state
 
 
 def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:

@@ -44,9 +44,9 @@ def as_python(module):
 def exercise():
     """Select from structured vectors, small ones mostly: Python is slow."""
     import numpy as np
+    import structured
     import torch
 
-    import structured
     from rtopk import kernels
     from rtopk.kernels import draws, loops, rank, simd
     from rtopk.kernels.search import LARGE, Search

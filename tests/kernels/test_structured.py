@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structured
 import torch
 
-import structured
 from rtopk import (
     Codec,
     ErrorFeedback,

@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from codec_cases import FORMS, KINDS, must_be_valid_or_refused, reseal, support
+
 from rtopk import Codec, SparseVector
 from rtopk.seed import generator
 from rtopk.wire import gaps, positions, values

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+import wire_twin
+from codec_cases import FORMS, KINDS, support, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import wire_twin
-from codec_cases import FORMS, KINDS, support, vectors
 from rtopk import Codec, Layout, PayloadError, RTopK, SparseVector, Sparsifier
 from rtopk.seed import generator
 from rtopk.studies.tasks.models import ResNet

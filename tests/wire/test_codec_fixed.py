@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from codec_cases import FORMS, support
 from scipy.stats import chisquare
 
-from codec_cases import FORMS, support
 from rtopk import Codec, ErrorFeedback, RandomK, SparseVector, Sparsifier
 from rtopk.layout import Layout
 from rtopk.seed import generator

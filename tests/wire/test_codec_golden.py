@@ -6,11 +6,11 @@ tests/wire/make_golden.py made them. If one of these tests fails, the format has
 import json
 from pathlib import Path
 
+import make_golden
 import pytest
 import torch
-
-import make_golden
 import wire_twin
+
 from rtopk import Codec, SparseVector
 from rtopk.seed import generator
 

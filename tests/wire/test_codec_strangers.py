@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import wire_twin
+from codec_cases import FORMS, must_be_valid_or_refused, reseal, support, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import wire_twin
-from codec_cases import FORMS, must_be_valid_or_refused, reseal, support, vectors
 from rtopk import Codec, PayloadError, SparseVector
 from rtopk.seed import generator
 from rtopk.wire import gaps

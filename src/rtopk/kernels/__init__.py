@@ -3,9 +3,9 @@
 "Larger" means larger magnitude; among equal magnitudes the lower index is the larger, so the r largest entries are
 one definite set, and the same one in every backend and for any number of threads.
 
-A backend serves one kind of tensor: `cpu` has compiled loops for fp32 in host memory; `torch` serves every other
-device and dtype (it is in `plain.py`: a file torch.py here would be taken for torch itself). `backend` chooses, and is the only place that asks what a tensor is; RTOPK_BACKEND=torch makes it
-choose that one always. All backends give the same bits.
+A backend serves one kind of tensor: `cpu` has compiled loops for fp32 in host memory, `torch` serves every other
+device and dtype (in `plain.py`: a file torch.py here would be taken for torch itself). `backend` chooses, and is the
+only place that asks what a tensor is; RTOPK_BACKEND=torch makes it choose that one always. All give the same bits.
 """
 
 import math

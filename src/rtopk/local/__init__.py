@@ -61,7 +61,7 @@ class LocalSGD:
         self.sparsifier = Sparsifier(
             selector or defaults.selector(self.world),
             density,
-            memory if memory is not None else (pair.memory() if pair else None),
+            memory if memory is not None else (pair.memory() if pair and pair.memory else None),
             Codec(values, fingerprint=self.layout.fingerprint),
             seed,
             node=self.rank,

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rtopk.memory import DecayedErrorFeedback, ErrorFeedback, Memory
+from rtopk.memory import DecayedErrorFeedback, Memory
 
 State = Mapping[str, Tensor]
 
@@ -60,15 +60,15 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class Pair:
-    """An outer optimizer and the memory that belongs to it."""
+    """An outer optimizer, and the memory that belongs to it; None: any."""
 
     outer: Outer
-    memory: Callable[[], Memory]
+    memory: Callable[[], Memory] | None = None
 
 
 OUTERS: dict[str, Pair] = {
-    "sgd": Pair(SGD(), ErrorFeedback),
-    "nesterov": Pair(Nesterov(), ErrorFeedback),
+    "sgd": Pair(SGD()),
+    "nesterov": Pair(Nesterov()),
     "sparseloco": Pair(SGD(), DecayedErrorFeedback),
 }
 

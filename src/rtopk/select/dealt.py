@@ -25,6 +25,7 @@ class Dealt(Rule):
     """
 
     nodes: int
+    needs_all_nodes = True
 
     def __post_init__(self) -> None:
         if self.nodes < 1:

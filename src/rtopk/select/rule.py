@@ -25,6 +25,7 @@ class Rule:
         True  # exactly as many entries as are asked for, so that messages have a size that all ranks know
     )
     keeps_state = False  # what it chooses depends on what was sent before
+    needs_all_nodes = False  # it counts on every node to take part in every round
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)

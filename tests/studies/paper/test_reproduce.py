@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 from typer.testing import CliRunner
 
 from rtopk.studies.paper.page import BEGIN, END, insert, render_all
@@ -27,7 +28,6 @@ from rtopk.studies.train.records import append, read
 from rtopk.studies.train.runner import key_of, run_all
 from rtopk.tools.cli import app
 from rtopk.tools.cli.reproduce import _STUDIES as HELP
-from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 
 
 @pytest.fixture(scope="module")

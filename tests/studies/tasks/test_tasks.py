@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 from torch import nn
 
 from rtopk.seed import generator
@@ -18,7 +19,6 @@ from rtopk.studies.tasks.shards import Streams
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.execute import Interrupted, execute
 from rtopk.studies.train.loop import Run, seeded
-from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 
 
 def text_task(batch=2, words=12, tokens=400):

@@ -8,7 +8,6 @@ same weights if all clients take part and the downlink is lossless.
 import dataclasses
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,55 +20,10 @@ from torch import Tensor
 
 from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.local.outer import by_name
-from rtopk.memory import DecayedErrorFeedback, Memory
 from rtopk.select import Selector
-from rtopk.studies.train.config import Config
+from rtopk.studies.federation.options import Federation
 from rtopk.studies.train.loop import Run, seeded
 from rtopk.studies.train.records import digest, write_atomically
-
-SERVED = ("dense", "top-k", "random-k", "rtop-k")  # clients come and go: no rule may count on their numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Federation:
-    """All that decides a federated run on Flower, and where it leaves its result."""
-
-    config: Config
-    compressed: bool = True  # False is Flower alone: dense FedAvg
-    downlink_density: float = 1.0
-    downlink_values: str = "fp32"
-    outer: str = "sgd"
-    anchor_every: int = 0
-    initial_known: bool = True  # clients make the first model from the seed
-    store: str = ""  # folder of the clients' states; empty: Flower's context
-    result: str = ""  # file
-    timeout: float = 600.0  # seconds a round
-    watched: bool = False  # after each round wait until whoever counts bytes has looked
-
-    def __post_init__(self) -> None:
-        if self.config.setting != "federated":
-            raise ValueError(f"setting must be federated, got {self.config.setting!r}")
-        if self.config.method not in SERVED:
-            raise ValueError(
-                f"under Flower method must be one of {', '.join(SERVED)}, got {self.config.method!r}"
-            )
-        by_name(self.outer)
-
-    def to_json(self) -> str:
-        """Write it for the processes of a run."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Federation":
-        """Read what `to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "config": Config(**values["config"])})
-
-    def make_memory(self) -> Memory:
-        """Build a client's memory."""
-        if self.outer == "sparseloco":
-            return DecayedErrorFeedback()
-        return self.config.make_memory()
 
 
 class _OneNode:

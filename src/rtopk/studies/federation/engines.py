@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rtopk.studies.federation.app import Federation, client_app, server_app
+from rtopk.studies.federation.app import client_app, server_app
 from rtopk.studies.federation.deployment import OFFLINE, Fleet, FleetError, certificates, write_app
+from rtopk.studies.federation.options import Federation
 from rtopk.studies.federation.proxy import CountingProxy
 from rtopk.studies.train.records import write_atomically
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtopk.studies.federation.app import Federation
 from rtopk.studies.federation.engines import deploy
+from rtopk.studies.federation.options import Federation
 
 
 def compare(

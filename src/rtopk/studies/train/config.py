@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -39,42 +39,47 @@ METHODS = (*RULES, "powersgd")
 ADDED = {"threshold": 0.0, "matrix_rank": 0}
 
 
+def option(default: Any, text: str) -> Any:
+    """Make a field that is an option of the command line too, with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Describe one run. Rounds, batches and densities are per node and round."""
 
-    task: str = "digits"
-    method: str = "rtop-k"
-    setting: Setting = "distributed"
-    seed: int = 0
-    nodes: int = 5
-    rounds: int = 1000
-    batch: int = 32
-    local_steps: int = 0  # federated: steps a round; 0 is one epoch over the node's data
+    task: str = option("digits", "What to learn, e.g. digits, cifar10-small, ptb-small.")
+    method: str = option("rtop-k", f"One of {', '.join(METHODS)}.")
+    setting: Setting = option("distributed", "distributed (a round per batch) or federated.")
+    seed: int = option(0, "The same seed repeats a run to the bit.")
+    nodes: int = option(5, "Number of nodes.")
+    rounds: int = option(1000, "Number of exchanges.")
+    batch: int = option(32, "Examples per node and step.")
+    local_steps: int = option(0, "Federated: steps a round; 0 is an epoch.")
 
-    density: float = 0.01
-    dense_biases: bool = False  # send tensors of one dimension whole; the paper lets all entries compete
-    r_over_k: float = 0.0  # rtop-k and rage-k only; 0 is the paper's choice, the number of nodes
-    threshold: float = 0.0  # threshold only: the least magnitude that is sent; density then says nothing
-    matrix_rank: int = 0  # powersgd only: columns of each factor; density then says nothing
-    values: str = "fp32"  # how the codec writes values
-    memory: MemoryName = "error-feedback"
-    masking: bool = True  # momentum-correction only
-    mean: Mean = "nodes"
-    weighted: bool = False  # weigh nodes by their number of examples
-    warm_up: int = 0  # rounds
-    warm_up_start: float = 0.25
+    density: float = option(0.01, "Part of the entries that is sent: k / d.")
+    dense_biases: bool = option(False, "Send 1-D tensors whole.")
+    r_over_k: float = option(0.0, "rTop-k: r / k; 0 is the number of nodes.")
+    threshold: float = option(0.0, "threshold: least magnitude that is sent.")
+    matrix_rank: int = option(0, "powersgd: columns of each factor.")
+    values: str = option("fp32", "fp32, fp16, bf16, int8, 4bit or 2bit.")
+    memory: MemoryName = option("error-feedback", "error-feedback, momentum-correction or none.")
+    masking: bool = option(True, "Momentum correction: forget velocity sent.")
+    mean: Mean = option("nodes", "Average over all nodes, or over the received.")
+    weighted: bool = option(False, "Weigh nodes by their examples.")
+    warm_up: int = option(0, "Rounds in which the density falls.")
+    warm_up_start: float = option(0.25, "Density at the first round.")
 
-    learning_rate: float = 0.02
-    rate_schedule: RateSchedule = "cosine"
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip_norm: float = 0.0  # bound on the norm of the mean gradient; 0 is none
+    learning_rate: float = option(0.02, "At the start.")
+    rate_schedule: RateSchedule = option("cosine", "constant, cosine, piecewise or zaremba.")
+    momentum: float = option(0.9, "At the centre, unless corrected at nodes.")
+    weight_decay: float = option(0.0, "Where the optimizer is.")
+    clip_norm: float = option(0.0, "Bound on the mean gradient; 0 is none.")
 
-    split: Split = "iid"
-    alpha: float = 0.5  # dirichlet only: the smaller, the fewer classes a node sees
-    part: Part = "test"  # "validation" keeps back a part of the training data and evaluates on that
-    evaluate_every: int = 100
+    split: Split = option("iid", "iid, contiguous, dirichlet or class.")
+    alpha: float = option(0.5, "Dirichlet: the smaller, the less alike.")
+    part: Part = option("test", "Evaluate on test, or on validation for tuning.")
+    evaluate_every: int = option(100, "Rounds between evaluations.")
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -1,58 +1,53 @@
 """`rtopk fed`: the federated setting on Flower."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from rtopk.studies.federation.options import Federation
+from rtopk.studies.train.config import Config
+from rtopk.tools.cli.options import options_of
+
 app = typer.Typer(help="Train federated on Flower, compressed both ways.", no_args_is_help=True)
 
-TASK = typer.Option("digits", help="What to learn.")
-METHOD = typer.Option("rtop-k", help="dense, top-k, random-k or rtop-k.")
-ROUNDS = typer.Option(10, min=1, help="Number of exchanges.")
-NODES = typer.Option(3, min=1, help="Number of clients.")
-SEED = typer.Option(0, help="The same seed gives the same weights in both engines.")
-DENSITY = typer.Option(0.01, help="Part of the entries that a client sends: k / d.")
-LOCAL_STEPS = typer.Option(0, help="Steps a round; 0 is an epoch.")
-RATE = typer.Option(0.02, help="Learning rate of the clients.")
-MEMORY = typer.Option("error-feedback", help="error-feedback or none.")
-VALUES = typer.Option("fp32", help="How values go up: fp32, fp16, bf16, int8, 4bit or 2bit.")
-DOWN_DENSITY = typer.Option(1.0, help="Part of the entries that the server sends.")
-DOWN_VALUES = typer.Option("fp32", help="How values go down; fp32 at density 1 is exact.")
-OUTER = typer.Option("sgd", help="At the centre: sgd, nesterov or sparseloco.")
+_CONFIG = (
+    "task", "method", "rounds", "nodes", "seed", "density", "local_steps", "learning_rate", "memory", "values",
+)  # fmt: skip
+_SMALL = {"rounds": 10, "nodes": 3}
 PLAIN = typer.Option(False, help="Flower alone: dense FedAvg, to compare with.")
-KNOWN = typer.Option(True, help="Clients make the first model from the seed.")
 OUT = typer.Option(None, help="Folder of the run; default runs/fed-KEY.")
 JSON = typer.Option(False, "--json", help="Print the record as one JSON object.")
 
 
+def _federated(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a federated run."""
+    return options_of(Config, *_CONFIG, defaults=_SMALL)(options_of(Federation)(command))
+
+
 @app.command()
-def sim(
-    task: str = TASK, method: str = METHOD, rounds: int = ROUNDS, nodes: int = NODES, seed: int = SEED,
-    density: float = DENSITY, local_steps: int = LOCAL_STEPS, learning_rate: float = RATE,
-    memory: str = MEMORY, values: str = VALUES, downlink_density: float = DOWN_DENSITY,
-    downlink_values: str = DOWN_VALUES, outer: str = OUTER, plain: bool = PLAIN,
-    initial_known: bool = KNOWN, out: Path | None = OUT, as_json: bool = JSON,
-) -> None:  # fmt: skip
+@_federated
+def sim(plain: bool = PLAIN, out: Path | None = OUT, as_json: bool = JSON, **fields: Any) -> None:
     """Run in Flower's simulation: all clients on this machine, in ray."""
-    _run("sim", locals())
+    _run("sim", fields, plain, out, as_json)
 
 
 @app.command()
+@_federated
 def deploy(
-    task: str = TASK, method: str = METHOD, rounds: int = ROUNDS, nodes: int = NODES, seed: int = SEED,
-    density: float = DENSITY, local_steps: int = LOCAL_STEPS, learning_rate: float = RATE,
-    memory: str = MEMORY, values: str = VALUES, downlink_density: float = DOWN_DENSITY,
-    downlink_values: str = DOWN_VALUES, outer: str = OUTER, plain: bool = PLAIN,
-    initial_known: bool = KNOWN, out: Path | None = OUT, as_json: bool = JSON,
+    plain: bool = PLAIN,
+    out: Path | None = OUT,
+    as_json: bool = JSON,
     tls: Path | None = typer.Option(None, help="Folder of ca.crt, server.pem, server.key for 127.0.0.1."),
-) -> None:  # fmt: skip
+    **fields: Any,
+) -> None:
     """Run a SuperLink and SuperNodes as processes on 127.0.0.1.
 
     The bytes between them are counted at a proxy. Everything that was started is
     stopped at the end, by its id, also if this command is killed.
     """
-    _run("deploy", locals())
+    _run("deploy", fields, plain, out, as_json, tls)
 
 
 @app.command()
@@ -72,7 +67,6 @@ def traffic(
     """
     from rich.table import Table
 
-    from rtopk.studies.federation.app import Federation
     from rtopk.studies.federation.traffic import compare
     from rtopk.studies.train.config import Config
     from rtopk.tools.show.terminal import console, errors, print_json
@@ -96,47 +90,36 @@ def traffic(
     console.print(table)
 
 
-def _run(engine: str, options: dict[str, Any]) -> None:
+def _run(
+    engine: str, fields: dict[str, Any], plain: bool, out: Path | None, as_json: bool, tls: Path | None = None
+) -> None:
     import contextlib
     import sys
 
-    from rtopk.studies.train.config import Config
+    from rtopk.studies.federation.engines import deploy as run_deployed
+    from rtopk.studies.federation.engines import simulate
     from rtopk.tools.show.terminal import console, make_progress, print_json
 
-    names = ("task", "method", "rounds", "nodes", "seed", "density", "local_steps", "learning_rate")
+    own = {name: fields.pop(name) for name in _CONFIG}
     try:
-        config = Config(
-            setting="federated",
-            evaluate_every=options["rounds"],
-            **{name: options[name] for name in (*names, "memory", "values")},
-        )
+        config = Config(setting="federated", evaluate_every=own["rounds"], **own)
+        federation = Federation(config=config, compressed=not plain, **fields)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    try:
-        from rtopk.studies.federation.app import Federation
-        from rtopk.studies.federation.engines import deploy as run_deployed
-        from rtopk.studies.federation.engines import simulate
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error}: pip install 'rtopk[flower]'") from error
-
-    passed = ("downlink_density", "downlink_values", "outer", "initial_known")
-    federation = Federation(
-        config=config, compressed=not options["plain"], **{name: options[name] for name in passed}
-    )
-    folder = options["out"] or Path("runs") / f"fed-{engine}-{config.key}"
+    folder = out or Path("runs") / f"fed-{engine}-{config.key}"
     with make_progress() as progress:
         bar = progress.add_task(f"{engine} {config.task}", total=config.rounds)
+
+        def on_progress(done: int) -> None:
+            progress.update(bar, completed=done)
+
         with contextlib.redirect_stdout(sys.stderr):
-
-            def on_progress(done: int) -> None:
-                progress.update(bar, completed=done)
-
             if engine == "sim":
                 record = simulate(federation, folder, on_progress)
             else:
-                record = run_deployed(federation, folder, on_progress, options["tls"])
+                record = run_deployed(federation, folder, on_progress, tls)
         progress.update(bar, completed=config.rounds)
-    if options["as_json"]:
+    if as_json:
         print_json(record)
         return
     metric = record["metric"]
