@@ -57,7 +57,7 @@ class Aggregation:
         def act(taken: Sequence[Offer]) -> Outcome:
             return self._mean(taken, mean if len(taken) == len(verdict.taken) else self.intake.mean_of(taken))
 
-        return guard.aggregate(act, verdict.taken, self.inner, refuse) if verdict.taken else None
+        return self._guarded(act, verdict, refuse)
 
     def each(self, refuse: Refuse) -> Outcome | None:
         """Give the inner strategy every client's weights."""
@@ -73,7 +73,15 @@ class Aggregation:
         def act(taken: Sequence[Offer]) -> Outcome:
             return self._each({offer: contents[offer] for offer in taken})
 
-        return guard.aggregate(act, verdict.taken, self.inner, refuse) if verdict.taken else None
+        return self._guarded(act, verdict, refuse)
+
+    def _guarded(
+        self, act: Callable[[Sequence[Offer]], Outcome], verdict: Verdict, refuse: Refuse
+    ) -> Outcome | None:
+        if not verdict.taken:
+            return None
+        begun = bool(self.intake.accepted)  # until then a strategy that does not suit the model should say so
+        return guard.aggregate(act, verdict.taken, self.inner, refuse, fatal=not begun)
 
     def _note(self, verdict: Verdict, refuse: Refuse) -> None:
         self.intake.bound.note(verdict.norms)

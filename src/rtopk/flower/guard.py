@@ -20,10 +20,12 @@ def aggregate(
     replies: Sequence[Reply],
     inner: Strategy,
     refuse: Callable[[Reply, str], None],
+    fatal: bool = False,
 ) -> Result | None:
     """Return what `action` makes of the replies; if it fails, of those that it does not fail with alone.
 
-    None, with the strategy as it was, if that fails too or nobody can be told apart.
+    None, with the strategy as it was, if that fails too or nobody can be told apart. With `fatal`, an action
+    that fails with each of several replies raises: then it is not for these clients that it fails.
     """
     before = snapshot(inner)
 
@@ -45,6 +47,8 @@ def aggregate(
         if isinstance(alone, Exception):
             failed[reply] = reason_of(alone)
     rest = [reply for reply in replies if reply not in failed]
+    if fatal and failed and not rest:
+        raise result
     if failed and rest:
         for reply, reason in failed.items():
             refuse(reply, f"aggregation fails with it: {reason}")

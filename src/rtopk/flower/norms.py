@@ -33,6 +33,8 @@ class NormBound:
         `count` updates are offered, `model` is the norm of the model. `look` returns the norms of this round;
         it is called only while less than that is remembered.
         """
+        if math.isinf(self.outlier):
+            return LARGEST
         known = [norm for norms in self.offered for norm in norms]
         if len(known) < count:
             known += [norm for norm in look() if norm > 0.0]

@@ -18,16 +18,24 @@ class Roster:
 
     `rebind` says when an id may go to another node. A SuperNode that restarts without a key comes back under a
     new node id: "gone" lets it have its client id once Flower no longer lists the old node. "never" is
-    for nodes with keys, whose ids stay the same; "always" asks nothing.
+    for nodes with keys, whose ids stay the same; "always" asks nothing. `clients` (node id -> client id) are
+    known before they answer.
     """
 
-    def __init__(self, initial_known: bool = False, rebind: Rebind = "gone") -> None:
+    def __init__(
+        self,
+        initial_known: bool = False,
+        rebind: Rebind = "gone",
+        clients: Mapping[int, str] | None = None,
+    ) -> None:
         if rebind not in get_args(Rebind):
             raise ValueError(f"rebind must be one of {get_args(Rebind)}, got {rebind!r}")
         self.initial_known = initial_known
         self.rebind = rebind
-        self.clients: dict[int, str] = {}  # node -> client id
-        self._nodes: dict[str, int] = {}  # client id -> node
+        self.clients: dict[int, str] = dict(clients or {})  # node -> client id
+        self._nodes = {client: node for node, client in self.clients.items()}
+        if len(self._nodes) < len(self.clients):
+            raise ValueError(f"clients must give each node a client id of its own, got {self.clients}")
         self._holds: dict[int, bytes] = {}  # node -> digest of its model
         self._asked: set[int] = set()  # nodes that did not hold what they were believed to
         self._numbers: dict[bytes, int] = {}  # digest -> version

@@ -43,7 +43,8 @@ class RTopKStrategy(Strategy):
     Up: `mean` is the rule of the average, `weighted` weighs clients by their examples. `each` gives the inner
     strategy every client's weights, at the price of one dense model per client; None is what it needs.
     `max_density`, `max_norm`, `max_weight` and `outlier` bound what a client may send; a weight counts at most
-    `weight_ratio` times the median of the round. `rebind` says when a client id may go to another node (see
+    `weight_ratio` times the median of the round. A client id belongs to the node that `clients` (node id ->
+    client id) names, or else to the first that answers under it; `rebind` says when it may move (see
     `roster`). Down: `downlink_density` 1 with `downlink_values` fp32 sends every changed entry exactly; less
     sends an approximation and keeps the rest for later rounds. `anchor_every` rounds everybody gets the whole
     model. `outer` acts on the averaged update before the inner strategy. `initial_known` says that clients make
@@ -65,6 +66,7 @@ class RTopKStrategy(Strategy):
         weight_ratio: float = 10.0,
         outlier: float = 1000.0,
         rebind: Rebind = "gone",
+        clients: Mapping[int, str] | None = None,
         downlink_density: float = 1.0,
         downlink_values: str = "fp32",
         anchor_every: int = 0,
@@ -100,7 +102,7 @@ class RTopKStrategy(Strategy):
             "history": history,
         }  # fmt: skip
         self._outer_state: State = {}
-        self.roster = Roster(initial_known, rebind)
+        self.roster = Roster(initial_known, rebind, clients)
         self._raw: Mapping[str, Array] = {}
         self._open: int | None = None  # the round whose replies may still be accepted
         self._before = 0  # rounds of earlier starts
