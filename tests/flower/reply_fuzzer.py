@@ -1,4 +1,4 @@
-"""Whole replies that a client might send: records, names, types, metrics, arrays and headers, well and badly formed.
+"""Whole replies that a bad client might send: records, names, types, metrics, arrays, headers, messages.
 
 `python tests/flower/reply_fuzzer.py 100000` makes that many bad replies, in training and evaluation, with and
 without `each`, in models of float32, float16 and float64, and fails if a round ends or an honest weight
@@ -17,7 +17,7 @@ from copy import copy
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedTrimmedAvg, Krum, QFedAvg
 from harness import LocalGrid, initial, quadratic_app
 
@@ -51,8 +51,12 @@ class Federation:
     def __init__(self, inner, options, more, kind):
         self.make = lambda asked=0.0001: RTopKStrategy(  # one message will do: we have the answers of all
             inner(
-                fraction_train=asked, fraction_evaluate=asked, min_train_nodes=1, min_evaluate_nodes=1,
-                min_available_nodes=1, **options,
+                fraction_train=asked,
+                fraction_evaluate=asked,
+                min_train_nodes=1,
+                min_evaluate_nodes=1,
+                min_available_nodes=1,
+                **options,
             ),
             session=7,
             clients={101 + n: str(n) for n in range(HONEST)},
@@ -114,17 +118,41 @@ class Federation:
 def copied(message):
     fresh = copy(message)
     if message.has_content():
-        fresh.content = RecordDict(
-            {name: record.copy() for name, record in message.content.items()}
-        )
+        fresh.content = RecordDict({name: record.copy() for name, record in message.content.items()})
     return fresh
 
 
 # -- what a bad client may change: each takes (rng, reply, strategy, federation) and changes or returns the reply
 
-NUMBERS = [0, -1, 1, 2**60, 2**63 - 1, -(2**63), float("nan"), float("inf"), -float("inf"), 1e308, -1e308, 5e-324, -0.0]
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2**60,
+    2**63 - 1,
+    -(2**63),
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    1e308,
+    -1e308,
+    5e-324,
+    -0.0,
+]
 VALUES = [*NUMBERS, [], [0.0], [1, 2], [float("nan")], [1.5] * 1000]
-TEXTS = ["", "0", "arrays", "metrics", "rtopk", "config", "\x1b[31m", "ü" * 50, "x" * 100_000, "../../etc", "\u202e"]
+TEXTS = [
+    "",
+    "0",
+    "arrays",
+    "metrics",
+    "rtopk",
+    "config",
+    "\x1b[31m",
+    "ü" * 50,
+    "x" * 100_000,
+    "../../etc",
+    "\u202e",
+]
 
 
 def odd_metrics(rng, reply, strategy, federation):
@@ -153,7 +181,9 @@ def odd_records(rng, reply, strategy, federation):
         kind = rng.choice([ArrayRecord, MetricRecord, ConfigRecord])
         content[f"more{rng.choice(TEXTS)}"] = kind()
     elif action == "swap":
-        content[name] = rng.choice([ArrayRecord(), MetricRecord({"num-examples": 10}), ConfigRecord({"a": b""})])
+        content[name] = rng.choice(
+            [ArrayRecord(), MetricRecord({"num-examples": 10}), ConfigRecord({"a": b""})]
+        )
     else:
         content[name + "2"] = record
     reply.content = RecordDict(content)

@@ -121,7 +121,8 @@ def start():
 
 
 @pytest.mark.parametrize(
-    "inner", [FedMedian(**FEW), Krum(**FEW, num_malicious_nodes=1), FedTrimmedAvg(**FEW, beta=0.3), Bulyan(**FEW)]
+    "inner",
+    [FedMedian(**FEW), Krum(**FEW, num_malicious_nodes=1), FedTrimmedAvg(**FEW, beta=0.3), Bulyan(**FEW)],
 )
 def test_a_robust_strategy_resists_a_poisoner(inner):
     """Four move by 1, one by -300, within our bounds: the mean would move by -59. Also where arrays go whole."""

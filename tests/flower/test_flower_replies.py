@@ -250,7 +250,13 @@ def test_what_clients_say_is_logged_short_and_escaped(phase, caplog):
         reply.content["metrics"] = MetricRecord({"num-examples": 10, text: 1.0})
 
     def named(reply):
-        reply.content = RecordDict({**dict(reply.content), text: ConfigRecord({text: text}), "rtopk": ConfigRecord({"client": text, "digest": b""})})
+        reply.content = RecordDict(
+            {
+                **dict(reply.content),
+                text: ConfigRecord({text: text}),
+                "rtopk": ConfigRecord({"client": text, "digest": b""}),
+            }
+        )
 
     for change in (fails, odd, named):
         caplog.clear()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from flwr.app import Message, MetricRecord, RecordDict
 
 from rtopk.flower.norms import median
-from rtopk.flower.refusal import RefusedError, shown
+from rtopk.flower.refusal import RefusedError
 
 WEIGHT_LIMIT = 2.0**40  # examples
 Shape = tuple[object, ...]
@@ -28,12 +28,17 @@ def check(content: RecordDict, key: str, limit: float) -> float:
     for name, value in record.items():
         if not all(math.isfinite(number) for number in (value if isinstance(value, list) else [value])):
             raise RefusedError(f"its metric {name!r} is not finite")
-    weight = record.get(key)
-    if not isinstance(weight, int | float):
+    own = record.get(key)
+    if not isinstance(own, int | float):
         raise RefusedError(f"its metrics have no number {key!r}")
-    if not 0.0 < weight <= limit:
-        raise RefusedError(f"its weight must be in (0, {limit:g}], got {weight}")
-    return float(weight)
+    if not 0.0 < own <= limit:
+        raise RefusedError(f"its weight must be in (0, {limit:g}], got {own}")
+    return float(own)
+
+
+def weight(content: RecordDict, key: str) -> float:
+    """Return the weight of a reply that was checked."""
+    return float(next(iter(content.metric_records.values()))[key])  # type: ignore[arg-type]
 
 
 def alike(messages: Iterable[Message], refuse: Refuse, last: Shape) -> tuple[list[Message], Shape]:
@@ -57,21 +62,19 @@ def alike(messages: Iterable[Message], refuse: Refuse, last: Shape) -> tuple[lis
 
 def cap(messages: Iterable[Message], key: str, ratio: float) -> None:
     """Reduce weights above `ratio` times the median of these replies to that, in the replies."""
-    records = [(m, *next(iter(m.content.metric_records.items()))) for m in messages]
-    limit = ratio * median([float(record[key]) for *_, record in records])  # type: ignore[arg-type]
-    for message, name, record in records:
-        if record[key] > limit:  # type: ignore[operator]
-            node, weight = message.metadata.src_node_id, record[key]
-            log.warning("node %d: weight %s counts as %g, %g times the median", node, weight, limit, ratio)
+    weights = {message: weight(message.content, key) for message in messages}
+    limit = ratio * median(list(weights.values()))
+    for message, own in weights.items():
+        if own > limit:
+            node = message.metadata.src_node_id
+            log.warning("node %d: weight %g counts as %g, %g times the median", node, own, limit, ratio)
+            name, record = next(iter(message.content.metric_records.items()))
             message.content[name] = MetricRecord({**dict(record), key: limit})
 
 
 def _shape(content: RecordDict) -> Shape:
     metrics = [
-        (
-            shown(name),
-            *sorted((key, len(v) if isinstance(v, list) else "number") for key, v in record.items()),
-        )
+        (name, *sorted((key, len(v) if isinstance(v, list) else "number") for key, v in record.items()))
         for name, record in content.metric_records.items()
     ]
     return (*sorted(content.array_records), *metrics)

@@ -24,16 +24,16 @@ from rtopk.flower import replies as reading
 from rtopk.flower.aggregation import Aggregation
 from rtopk.flower.downlink import Versions
 from rtopk.flower.intake import Intake, Offer
+from rtopk.flower.judge import Expected, Judge, Read
 from rtopk.flower.ledger import ByteLedger
 from rtopk.flower.outgoing import Sender
 from rtopk.flower.records import Model, content_bytes, data_bytes
-from rtopk.flower.refusal import Refusal, RefusedError, reason_of, shown
+from rtopk.flower.refusal import RefusedError
 from rtopk.flower.roster import Rebind, Roster
 from rtopk.layout import DenseRule, one_dimensional
 from rtopk.outer import SGD, Outer, State
 
 log = logging.getLogger("rtopk.flower")
-REFUSALS_KEPT = 10_000
 LEAP = 2**32  # of the clock at a restart: more messages than a server can have sent after it saved
 
 
@@ -81,18 +81,14 @@ class RTopKStrategy(Strategy):
                 f"{type(inner).__name__} gets every client's weights and averages itself: "
                 f"mean must be 'nodes', got {mean!r}; each=False averages here, if that will do for it"
             )
-        if not weight_ratio >= 1.0:
-            raise ValueError(f"weight_ratio must be at least 1, got {weight_ratio}")
         self.inner = inner
         self.dense = dense
         self.outer: Outer = SGD() if outer is None else outer
         self.session = time.time_ns() if session is None else session
         self.on_round = on_round
         self.ledger = ByteLedger()
-        self.refusals: list[Refusal] = []
         self.clock = 0
         self.last_round = 0  # the last round of training, over all starts
-        self.max_weight, self.weight_ratio = max_weight, weight_ratio
         self._intake_options: dict[str, Any] = {
             "mean": mean, "weighted": weighted, "max_density": max_density, "max_norm": max_norm,
             "outlier": outlier,
@@ -103,10 +99,11 @@ class RTopKStrategy(Strategy):
         }  # fmt: skip
         self._outer_state: State = {}
         self.roster = Roster(initial_known, rebind, clients)
+        self.judge = Judge(self.roster, self.ledger, max_weight, weight_ratio)
+        self.refusals = self.judge.refusals
         self._raw: Mapping[str, Array] = {}
         self._open: int | None = None  # the round whose replies may still be accepted
         self._before = 0  # rounds of earlier starts
-        self._shapes: dict[bool, metrics.Shape] = {True: (), False: ()}  # of records, in training or not
         self._connected: Callable[[], list[int]] = list
         self._returned: ArrayRecord | None = None
         self._restored: Mapping[str, Any] | None = None
@@ -142,11 +139,11 @@ class RTopKStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Judge, average, let the inner strategy step; only then are the payloads accepted."""
         number = self._before + server_round
-        good = self._judge(number, replies, training=True)
+        good = self.judge.usable(replies, self._expected(number, self._read(number)))
         self._open = None
         key = self._weight_key
         offers = {
-            replace(offer, weight=metrics.check(message.content, key, self.max_weight)): message
+            replace(offer, weight=metrics.weight(message.content, key)): message
             for message, offer in good.items()
             if offer is not None
         }
@@ -156,7 +153,7 @@ class RTopKStrategy(Strategy):
         )  # fmt: skip
 
         def refuse(offer: Offer, reason: str) -> None:
-            self._refuse(number, offer.node, reason)
+            self.judge.refuse(number, offer.node, reason)
 
         outcome = aggregation.each(refuse) if self.each else aggregation.mean(refuse)
         arrays = None
@@ -171,12 +168,12 @@ class RTopKStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pass on the replies without our header."""
         number = self._before + server_round
-        good = self._judge(number, replies, training=False)
+        good = self.judge.usable(replies, self._expected(number))
         return guard.aggregate(
             lambda chosen: self.inner.aggregate_evaluate(number, chosen),
             list(good),
             self.inner,
-            lambda message, reason: self._refuse(number, message.metadata.src_node_id, reason),
+            lambda message, reason: self.judge.refuse(number, message.metadata.src_node_id, reason),
         )
 
     # -- down ---------------------------------------------------------------------------------------------
@@ -223,53 +220,20 @@ class RTopKStrategy(Strategy):
         innermost = flowers.chain(self.inner)[-1]
         return str(getattr(innermost, "weighted_by_key", "num-examples"))
 
-    def _refuse(self, number: int, node: int, reason: str, client: str = "") -> None:
-        client, reason = client or self.roster.client(node), shown(reason)
-        log.warning("round %d: refused client %r (node %d): %s", number, client, node, reason)
-        self.ledger.rounds[number].refused += 1
-        if len(self.refusals) < REFUSALS_KEPT:
-            self.refusals.append(Refusal(number, client, node, reason))
+    def _expected(self, number: int, read: Read | None = None) -> Expected:
+        return Expected(
+            number, self.session, self.versions.digest, self._weight_key, self._connected, read
+        )  # fmt: skip
 
-    def _judge(self, number: int, replies: Iterable[Message], training: bool) -> dict[Message, Offer | None]:
-        """Return the replies that are what they should be, with their offers in training."""
-        good: dict[Message, Offer | None] = {}
-        seen: set[str] = set()
-        for message in replies:
-            try:
-                client, offer = self._read(number, message, training)
-                if client in seen:
-                    raise RefusedError("a reply with this client id came already")
-                seen.add(client)
-            except Exception as error:  # whatever a client sends, the round goes on
-                self._refuse(number, message.metadata.src_node_id, reason_of(error))
-                continue
-            reading.strip(message)
-            good[message] = offer
-        kept, self._shapes[training] = metrics.alike(
-            good, lambda node, reason: self._refuse(number, node, reason), self._shapes[training]
-        )
-        metrics.cap(kept, self._weight_key, self.weight_ratio)
-        return {message: good[message] for message in kept}
-
-    def _read(self, number: int, message: Message, training: bool) -> tuple[str, Offer | None]:
-        """Return whom a reply is from and, in training, what it offers; raise if it cannot be used."""
-        node, offer = message.metadata.src_node_id, None
-        client, held = reading.identify(message, self.session, number - 1)
-        self.roster.bind(node, client, self._connected)
-        if held is None:
-            self.roster.asked(node)
-            raise RefusedError("it does not hold the model and asks for a snapshot")
-        weight = metrics.check(message.content, self._weight_key, self.max_weight)
-        size = content_bytes(message.content)
-        if training:
+    def _read(self, number: int) -> Read:
+        def read(message: Message, client: str, digest: bytes, weight: float) -> Offer:
             if self._open != number:
                 raise RefusedError(f"round {number} is closed")
-            offer = reading.read(message, client, held, weight, self.model, self._raw)
+            offer = reading.read(message, client, digest, weight, self.model, self._raw)
             self.intake.check(offer, number - 1, self.versions.digest)
-        if held == self.versions.digest:
-            self.roster.holds(node, held)
-        self.ledger.count(number, "up", data_bytes(message.content), size)
-        return client, offer
+            return offer
+
+        return read
 
     def _publish(self) -> ArrayRecord:
         self.roster.named(self.versions.digest, self.versions.version)
