@@ -124,6 +124,8 @@ class Aggregation:
         step, outer_state = self.outer.step(self.target - moved, self.outer_state)
         # SGD with rate 1 is where the inner strategy went, without the rounding of going there by a difference.
         target = moved if self.outer == SGD() else self.target - step
+        if self.intake.ceiling is not None:  # a step of the outer optimizer may go beyond float16
+            target = target.clamp(-self.intake.ceiling, self.intake.ceiling)
         require_finite(target, "the model after aggregation")
         return Outcome(target, outer_state, raw | self._floats(own), taken, reported)
 
