@@ -305,17 +305,23 @@ COMBINATIONS = [
 
 def fuzz(count, seed=0, combinations=COMBINATIONS):
     """Send at least `count` bad replies; return how many of what."""
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    logging.getLogger("rtopk.flower").setLevel(logging.CRITICAL)
-    federations = [Federation(*combination) for combination in combinations]
-    gc.freeze()  # QFedAvg collects garbage for every client
-    rng, counts = random.Random(seed), Counter()
-    while counts["train replies"] + counts["evaluate replies"] < count:
-        for federation in federations:
-            federation.play(forger(rng), counts)
-            counts["plays"] += 1
-    gc.unfreeze()
-    return counts
+    loggers = [logging.getLogger(name) for name in ("flwr", "rtopk.flower")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        federations = [Federation(*combination) for combination in combinations]
+        gc.freeze()  # QFedAvg collects garbage for every client
+        rng, counts = random.Random(seed), Counter()
+        while counts["train replies"] + counts["evaluate replies"] < count:
+            for federation in federations:
+                federation.play(forger(rng), counts)
+                counts["plays"] += 1
+        return counts
+    finally:
+        gc.unfreeze()
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import (
-    Bulyan,
     DifferentialPrivacyServerSideAdaptiveClipping,
     FedAdagrad,
     FedAdam,
@@ -31,7 +30,6 @@ INNERS = {
     "FedAdagrad": (FedAdagrad, {}),
     "FedMedian": (FedMedian, {}),
     "Krum": (Krum, {"num_malicious_nodes": 1}),
-    "Bulyan": (Bulyan, {}),
 }
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-SHOWN = 200  # characters of a text from a client
+HEAD, TAIL = 60, 140  # characters shown of a text from a client: a traceback says most in its last line
 
 
 class RefusedError(ValueError):
@@ -25,7 +25,7 @@ def shown(text: str) -> str:
     >>> shown("red: \\x1b[31m" + 5_000_000 * "!")[:16]
     'red: \\\\x1b[31m!!!'
     """
-    short = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    short = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} ... {text[-TAIL:]}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in short)
 
 
