@@ -9,7 +9,7 @@ import reply_fuzzer
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg
-from harness import LocalGrid, initial, quadratic_app
+from harness import LocalGrid, initial, move, quadratic_app, tensors
 
 from rtopk import Codec, SparseVector
 from rtopk.flower import RTopKMod, RTopKStrategy
@@ -87,6 +87,7 @@ METRICS = {
     "weight negative": {"num-examples": -30},
     "weight not a number": {"num-examples": float("nan")},
     "weight 2^60": {"num-examples": 2**60},
+    "weight that vanishes": {"num-examples": 5e-324},
 }
 
 
@@ -170,6 +171,21 @@ def test_one_of_ten_does_not_decide_the_weights(each, caplog):
     assert "counts as 100, 10 times the median" in caplog.text
     with pytest.raises(ValueError, match="weight_ratio must be at least 1"):
         RTopKStrategy(FedAvg(), weight_ratio=0.5)
+
+
+def test_of_two_clients_one_cannot_make_the_other_vanish():
+    """The smaller weight is the median of two: the other counts ten times as much, also in float32."""
+    strategy = RTopKStrategy(FedAvg(**FEW, fraction_evaluate=0.0))
+    grid = LocalGrid([quadratic_app(RTopKMod(1.0), n) for n in range(2)])
+    replies = grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
+    replies.sort(key=lambda reply: reply.metadata.src_node_id)
+    with_metrics(**{"num-examples": 2.0**-40})(replies[0])
+    own, _ = strategy.model.flatten(initial())
+    arrays, _ = strategy.aggregate_train(1, replies)
+    moved = own - strategy.model.flatten(arrays)[0]
+    honest = own - strategy.model.flatten(ArrayRecord.from_torch_state_dict(move(tensors(initial()), 1.0)))[0]
+    assert torch.allclose(moved, honest, atol=0.02)
+    assert not torch.allclose(moved, honest, atol=0.001)
 
 
 def test_evaluation_weights_are_capped_too():

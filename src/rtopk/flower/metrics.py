@@ -15,13 +15,14 @@ from rtopk.flower.norms import median
 from rtopk.flower.refusal import RefusedError
 
 WEIGHT_LIMIT = 2.0**40  # examples
+WEIGHT_LEAST = 2.0**-40  # far less would vanish in float32, and with it what others weigh beside it
 Shape = tuple[object, ...]
 Refuse = Callable[[int, str], None]  # node, reason
 log = logging.getLogger("rtopk.flower")
 
 
 def check(content: RecordDict, key: str, limit: float) -> float:
-    """Return the weight of a reply; RefusedError unless its metrics are finite and the weight is in (0, limit]."""
+    """Return the weight of a reply; RefusedError unless its metrics are finite and the weight is within bounds."""
     if len(content.metric_records) != 1:
         raise RefusedError(f"a reply must hold one MetricRecord, got {len(content.metric_records)}")
     record = next(iter(content.metric_records.values()))
@@ -31,8 +32,8 @@ def check(content: RecordDict, key: str, limit: float) -> float:
     own = record.get(key)
     if not isinstance(own, int | float):
         raise RefusedError(f"its metrics have no number {key!r}")
-    if not 0.0 < own <= limit:
-        raise RefusedError(f"its weight must be in (0, {limit:g}], got {own}")
+    if not WEIGHT_LEAST <= own <= limit:
+        raise RefusedError(f"its weight must be in [{WEIGHT_LEAST:g}, {limit:g}], got {own}")
     return float(own)
 
 
