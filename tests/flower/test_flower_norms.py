@@ -61,7 +61,7 @@ def test_it_recovers_when_the_scale_of_all_changes(factor, caplog):
     lost = 0
     while not all(judge(intake, [factor, 1.1 * factor, 0.9 * factor])):
         lost += 1
-        assert "most norms of this round, 3 of 3" in caplog.text
+        assert "most updates of this round, 3 of 3" in caplog.text
     assert lost <= (ROUNDS + 1) // 2
     for _ in range(50):
         assert all(judge(intake, [factor, 1.1 * factor, 0.9 * factor]))

@@ -229,6 +229,22 @@ def test_who_breaks_the_inner_strategy_is_left_out():
         np.testing.assert_array_equal(results[1][1][name], value)
 
 
+class Loud(FedAvg):
+    """A strategy that says in its errors what clients sent."""
+
+    def aggregate_evaluate(self, server_round, replies):
+        raise KeyError("\x1b[2J" + 5_000_000 * "!")
+
+
+def test_an_exception_of_the_inner_strategy_is_logged_without_its_text(caplog):
+    play(lambda reply: None, inner=Loud(**FEW))
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR" and r.name == "rtopk.flower"]
+    assert "aggregate_evaluate" in record.getMessage()  # where it was raised
+    assert "\x1b" not in record.getMessage()
+    assert len(record.getMessage()) < 5_000
+    assert record.exc_info is None
+
+
 class Broken(FedAvg):
     broken = True
 

@@ -55,7 +55,9 @@ class Aggregation:
         self._note(verdict, refuse)
 
         def act(taken: Sequence[Offer]) -> Outcome:
-            return self._mean(taken, mean if len(taken) == len(verdict.taken) else self.intake.mean_of(taken))
+            if mean is not None and len(taken) == len(verdict.taken):
+                return self._mean(taken, mean)
+            return self._mean(taken, self.intake.mean_of(taken))
 
         return self._guarded(act, verdict, refuse)
 
@@ -88,8 +90,7 @@ class Aggregation:
         for offer, reason in verdict.refused.items():
             refuse(offer, reason)
 
-    def _mean(self, taken: Sequence[Offer], mean: Tensor | None) -> Outcome:
-        assert mean is not None
+    def _mean(self, taken: Sequence[Offer], mean: Tensor) -> Outcome:
         step, outer_state = self.outer.step(mean, self.outer_state)
         contents, key = [self.offers[offer].content for offer in taken], self.weight_key
         raw = raw_mean(self.model, contents, self._shares(taken))

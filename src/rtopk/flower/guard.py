@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from traceback import format_tb
 from typing import TypeVar
 
 import numpy as np
@@ -58,9 +59,10 @@ def aggregate(
         result = attempt(rest)
         if not isinstance(result, Exception):
             return result
+    where = "".join(format_tb(result.__traceback__))  # not the whole exception: its text may be a client's
     log.error(
-        "aggregation failed: %s; the model stays as it was, the round ends without it",
+        "aggregation failed: %s; the model stays as it was, the round ends without it\n%s",
         reason_of(result),
-        exc_info=result,
+        where,
     )
     return None

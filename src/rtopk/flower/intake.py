@@ -103,7 +103,7 @@ class Intake:
         """Yield the offers that pass with their vectors, one decoded at a time; `target` is the model."""
         offers = sorted(offers, key=lambda o: client_order(o.client))
         limit = self.bound.limit(len(offers), norm_of(target), lambda: self._look(offers))
-        absurd = 0
+        absurd = 0  # how many are above it
         for offer in offers:
             try:
                 vector = self.decode(offer)
@@ -119,9 +119,9 @@ class Intake:
             yield offer, vector
         if 2 * absurd > len(offers):
             log.warning(
-                "most norms of this round, %d of %d, are above the limit %g: refused; it follows what clients "
-                "offer and is right again in some rounds",
-                absurd, len(offers), limit,
+                "most updates of this round, %d of %d, are refused for norms above %g; the limit follows what "
+                "clients offer within some rounds, except max_norm=%s",
+                absurd, len(offers), limit, self.bound.max_norm,
             )  # fmt: skip
 
     def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Verdict]:
@@ -152,8 +152,9 @@ class Intake:
         if self.ceiling is None:
             return
         own = (target[vector.indices] - vector.values).abs()
-        if bool((own > self.ceiling[vector.indices]).any()):
-            raise RefusedError(f"it moves a float16 weight to {float(own.max()):g}, beyond 65504")
+        beyond = own[own > self.ceiling[vector.indices]]
+        if beyond.numel():
+            raise RefusedError(f"it moves a float16 weight to {float(beyond.max()):g}, beyond 65504")
 
     def commit(self, taken: Sequence[Offer], round_: int) -> None:
         """Record that the strategy has used these offers."""

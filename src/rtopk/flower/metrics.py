@@ -16,6 +16,7 @@ from rtopk.flower.refusal import RefusedError
 
 WEIGHT_LIMIT = 2.0**40  # examples
 WEIGHT_LEAST = 2.0**-40  # far less would vanish in float32, and with it what others weigh beside it
+NAME_LIMIT = 200  # characters of the name of a record or metric
 Shape = tuple[object, ...]
 Refuse = Callable[[int, str], None]  # node, reason
 log = logging.getLogger("rtopk.flower")
@@ -26,6 +27,9 @@ def check(content: RecordDict, key: str, limit: float) -> float:
     if len(content.metric_records) != 1:
         raise RefusedError(f"a reply must hold one MetricRecord, got {len(content.metric_records)}")
     record = next(iter(content.metric_records.values()))
+    for name in (*content, *record):  # Flower logs them
+        if len(name) > NAME_LIMIT or not name.isprintable():
+            raise RefusedError(f"names must be at most {NAME_LIMIT} printable characters, got {name!r}")
     for name, value in record.items():
         if not all(math.isfinite(number) for number in (value if isinstance(value, list) else [value])):
             raise RefusedError(f"its metric {name!r} is not finite")

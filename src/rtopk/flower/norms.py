@@ -33,24 +33,25 @@ class NormBound:
         `count` updates are offered, `model` is the norm of the model. `look` returns the norms of this round;
         it is called only while less than that is remembered.
         """
+        most = LARGEST if self.max_norm is None else min(self.max_norm, LARGEST)
         if math.isinf(self.outlier):
-            return LARGEST
+            return most
         known = [norm for norms in self.offered for norm in norms]
         if len(known) < count:
             known += [norm for norm in look() if norm > 0.0]
         if len(known) < 2:  # a norm cannot vouch for itself
-            return min(self.outlier * model or LARGEST, LARGEST)
-        return min(max(self.outlier * median(known), model), LARGEST)
+            return min(self.outlier * model or LARGEST, most)
+        return min(max(self.outlier * median(known), model), most)
 
     def check(self, norm: float, limit: float) -> None:
         """Raise RefusedError if a norm is too large."""
-        if self.max_norm is not None and norm > self.max_norm:
-            raise RefusedError(f"its norm {norm:g} is above the limit {self.max_norm:g}")
         if not norm <= limit:
-            raise RefusedError(
-                f"its norm {norm:g} is above {limit:g}: more than {self.outlier:g} times the usual, and more "
-                "than the model's"
+            why = (
+                ""
+                if limit == self.max_norm
+                else f", {self.outlier:g} times the usual or the model's own norm"
             )
+            raise RefusedError(f"its norm {norm:g} is above the limit {limit:g}{why}")
 
     def note(self, norms: Sequence[float]) -> None:
         """Remember the norms that a round offered; updates of zero say nothing about the scale."""
