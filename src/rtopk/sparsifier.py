@@ -54,8 +54,8 @@ class Sparsifier:
         self.seed = seed
         self.node = node
         self.layout = layout
-        self.sent: SparseVector | None = (
-            None  # what the last step took out of the memory; read before the next
+        self.watch: Callable[[SparseVector], None] | None = (
+            None  # is told what a step takes out of the memory
         )
 
     def compress(self, gradient: Tensor, step: int) -> Tensor:
@@ -87,7 +87,8 @@ class Sparsifier:
         chosen = self._choose(accumulated, sparse_size, k, rng, candidates)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
-        self.sent = sent
+        if self.watch is not None:
+            self.watch(sent)
         if self.seat is not None:
             self.seat.end(sent.indices)
         return payload

@@ -86,6 +86,12 @@ def test_bindings_survive_the_server():
     assert again.intake.accepted == {"a": 1, "b": 1, "c": 0}
 
 
+def test_ids_that_are_given_stand_over_those_of_a_state():
+    roster = Roster(clients={1: "a", 2: "b"})
+    roster.load_state_dict({"clients": {1: "c", 3: "b", 4: "d"}})
+    assert roster.clients == {1: "a", 2: "b", 4: "d"}
+
+
 def test_ids_can_be_given_beforehand():
     """Then not even the first to answer can take one."""
     strategy, grid = federation(clients={101: "a", 103: "c"})

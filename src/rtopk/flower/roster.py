@@ -92,6 +92,8 @@ class Roster:
         return {"clients": dict(self.clients)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self.clients = dict(state["clients"])
+        """Continue from a state; clients that were given beforehand stay where they are."""
+        given = self.clients
+        saved = {n: c for n, c in state["clients"].items() if n not in given and c not in given.values()}
+        self.clients = saved | given
         self._nodes = {client: node for node, client in self.clients.items()}

@@ -64,6 +64,8 @@ class Transaction:
         self.clock = NOTHING
         self.committed = NOTHING  # the last round that is known to be accepted
         self.pending: Pending | None = None
+        self._sent: SparseVector | None = None  # by the last `produce`
+        sparsifier.watch = self._keep
 
     def judge(self, statement: Statement) -> Heard:
         """Say what a message is, without acting on it."""
@@ -102,7 +104,11 @@ class Transaction:
 
     def hold(self, round_: int, payload: Tensor, reply: bytes) -> None:
         """Keep what was produced until the server has spoken."""
-        self.pending = Pending(round_, payload.clone(), reply, _copy(self.sparsifier.sent))
+        self.pending = Pending(round_, payload.clone(), reply, self._sent)
+
+    def _keep(self, sent: SparseVector) -> None:
+        """Copy what was sent out of buffers that the next step uses again."""
+        self._sent = SparseVector(sent.indices.clone(), sent.values.clone(), sent.size)
 
     def _put_back(self, pending: Pending) -> None:
         """Add what was sent to the memory: as it was taken out, so that the payload need not be readable."""
@@ -154,11 +160,6 @@ class Transaction:
             pending["reply"].numpy().tobytes(),
             None if sent is None else SparseVector(*sent),
         )
-
-
-def _copy(sent: SparseVector | None) -> SparseVector | None:
-    """Copy a vector out of buffers that the next step uses again."""
-    return None if sent is None else SparseVector(sent.indices.clone(), sent.values.clone(), sent.size)
 
 
 def put_back(memory: Memory, sent: SparseVector) -> None:
