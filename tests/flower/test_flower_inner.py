@@ -83,6 +83,14 @@ def test_a_strategy_of_ones_own_sees_what_it_would_see_without_us():
         RTopKStrategy(OwnKrum(), each=False)
 
 
+def test_a_class_or_an_old_strategy_is_refused():
+    from flwr.server.strategy import FedAvg as OldFedAvg
+
+    for wrong in (FedAvg, OldFedAvg(), None):
+        with pytest.raises(TypeError, match=r"instance of a strategy of flwr\.serverapp\.strategy"):
+            RTopKStrategy(wrong)
+
+
 @pytest.mark.parametrize("inner", CLIENT_SIDE, ids=lambda s: type(s).__name__)
 def test_client_side_clipping_is_refused_at_the_server(inner):
     with pytest.raises(ValueError, match=r"error feedback.*Clip at the server"):

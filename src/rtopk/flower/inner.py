@@ -70,6 +70,8 @@ def choose_each(inner: Strategy, each: bool | None) -> bool:
 
     A strategy with an `aggregate_train` of its own gets them, because nobody knows what it does with them.
     """
+    if not isinstance(inner, Strategy):
+        raise TypeError(f"inner must be an instance of a strategy of flwr.serverapp.strategy, got {inner!r}")
     for part in chain(inner):
         if isinstance(part, CLIPPED_BY_CLIENTS):
             raise ValueError(
