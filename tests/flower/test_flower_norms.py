@@ -131,7 +131,7 @@ def test_a_round_with_one_tiny_reply_through_the_strategy():
     """Only client 0 answers in round 2, with a tiny step; all take part again from round 3 on."""
     number = 0
     strategy = RTopKStrategy(FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0))
-    grid = LocalGrid([stepping_app(lambda: 1e-7 if number == 2 else 100.0)] * 3)
+    grid = LocalGrid([stepping_app(lambda: 1e-5 if number == 2 else 1.0)] * 3)
     arrays = initial()
     for number in range(1, 12):
         replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
