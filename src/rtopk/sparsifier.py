@@ -54,6 +54,9 @@ class Sparsifier:
         self.seed = seed
         self.node = node
         self.layout = layout
+        self.watch: Callable[[SparseVector], None] | None = (
+            None  # is told what a step takes out of the memory
+        )
 
     def compress(self, gradient: Tensor, step: int) -> Tensor:
         """Return the payload of this step; a gradient that is refused leaves all state as it was."""
@@ -84,6 +87,8 @@ class Sparsifier:
         chosen = self._choose(accumulated, sparse_size, k, rng, candidates)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
+        if self.watch is not None:
+            self.watch(sent)
         if self.seat is not None:
             self.seat.end(sent.indices)
         return payload
