@@ -3,7 +3,7 @@
 Algorithm 1 of the paper, "On Nodes": add to memory, select, encode, subtract what was decoded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Sparsifier:
         self.seed = seed
         self.node = node
         self.layout = layout
+        # Is told what each step takes out of the memory.
+        self.watch: Callable[[SparseVector], None] | None = None
 
     def compress(self, gradient: Tensor | None, step: int) -> Tensor:
         """Return the payload of this step; a gradient that is refused leaves all state as it was.
@@ -71,6 +73,8 @@ class Sparsifier:
         chosen = self._choose(accumulated, sparse_size, k, r, rng)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
+        if self.watch is not None:
+            self.watch(sent)
         self.rule.end(sent.indices)
         return payload
 

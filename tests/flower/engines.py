@@ -12,9 +12,10 @@ HERE = Path(__file__).parent
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     return {
         **os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "RTOPK_TEST_FOLDER": str(folder),
-        "PYTHONPATH": str(HERE), **more,
+        "PYTHONPATH": path, **more,
     }  # fmt: skip
 
 

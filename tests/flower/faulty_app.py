@@ -150,11 +150,11 @@ def server_app(faults: bool = True, rounds: int = ROUNDS, clients: int = len(CLI
         accepted = {}
         commit = Intake.commit
 
-        def spy(self, taken, round_, typical):
+        def spy(self, taken, round_):
             for offer in taken:
                 vector = self.decode(offer).to_dense().double()
                 accepted[offer.client] = accepted.get(offer.client, 0) + vector
-            commit(self, taken, round_, typical)
+            commit(self, taken, round_)
 
         Intake.commit = spy
         inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=clients)

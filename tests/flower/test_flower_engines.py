@@ -43,9 +43,9 @@ def check_books(folder, rolled_back):
         expected = [
             (faulty_app.EXCEPTION, "after the change"),
             (faulty_app.DUPLICATE, "came already"),
-            (faulty_app.STALE, "StaleMessageError"),
+            (faulty_app.STALE, "has acted on message"),
             (faulty_app.STALE, "it is of round 1, this is round 8"),
-            (faulty_app.LATE + 1, "StaleMessageError"),
+            (faulty_app.LATE + 1, "has acted on message"),
         ]
         assert len(reasons) == len(expected), reasons
         for when, words in expected:

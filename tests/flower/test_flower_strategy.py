@@ -104,13 +104,13 @@ def balance(tmp_path, monkeypatch, deliver=None, **options):
     accepted = torch.zeros(0)
     commit = Intake.commit
 
-    def spy(self, taken, round_, typical):
+    def spy(self, taken, round_):
         nonlocal accepted
         for offer in taken:
             if offer.client == "0":
                 vector = self.decode(offer).to_dense().double()
                 accepted = vector if not accepted.numel() else accepted + vector
-        commit(self, taken, round_, typical)
+        commit(self, taken, round_)
 
     monkeypatch.setattr(Intake, "commit", spy)
     strategy, grid, logs = federation(tmp_path, deliver=deliver, **options)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rtopk import Codec, ErrorFeedback, MomentumCorrection, NoMemory, Sparsifier, TopK
+from rtopk.codec import PayloadError
 from rtopk.flower.transaction import NOTHING, Heard, Statement, Transaction
 
 D = 8
@@ -174,3 +175,47 @@ def test_every_memory_takes_back(memory):
     if memory is not NoMemory:
         assert torch.allclose(client.sparsifier.memory.residual, update, atol=1e-6)
     assert client.pending is None
+
+
+class Unreadable(Codec):
+    """A codec whose payloads nobody can decode: a defect of the encoder."""
+
+    def encode_with_decoded(self, vector, rng=None):
+        payload, sent = super().encode_with_decoded(vector, rng)
+        payload[-1] ^= 1  # the checksum is wrong now
+        return payload, sent
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback, MomentumCorrection])
+def test_a_payload_that_cannot_be_decoded_is_given_up_with_its_mass_put_back(memory):
+    """It used to stop the client at every message, with that payload on disk for ever."""
+    client = Transaction(Sparsifier(TopK(), 0.25, memory(), Unreadable("4bit")))
+    say(client, 1)
+    update = torch.linspace(-3, 5, D)
+    client.hold(0, client.produce(update, 0), b"")
+    with pytest.raises(PayloadError):
+        client.sparsifier.codec.decode(client.pending.payload)
+    client = reload(client)
+    say(client, 2)  # the server refused it
+    assert client.pending is None
+    assert torch.allclose(client.sparsifier.memory.residual, update, atol=1e-6)
+    client.hold(1, client.produce(torch.zeros(D), 1), b"")  # and goes on
+
+
+def test_an_older_state_without_what_was_sent(caplog):
+    """A client that is stuck with such a payload on disk gets loose: that payload is lost, and said to be."""
+    client = make()
+    say(client, 1)
+    client.hold(0, client.produce(torch.arange(1.0, D + 1), 0), b"")
+    state = client.state_dict()
+    del state["pending"]["sent"]
+    good, bad = make(), make()
+    good.load_state_dict(state)
+    say(good, 2)
+    assert torch.equal(good.sparsifier.memory.residual, torch.arange(1.0, D + 1))
+    state["pending"]["payload"] = state["pending"]["payload"].clone()
+    state["pending"]["payload"][-1] ^= 1
+    bad.load_state_dict(state)
+    say(bad, 2)
+    assert bad.pending is None
+    assert "cannot be decoded and is lost" in caplog.text

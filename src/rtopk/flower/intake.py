@@ -6,9 +6,10 @@ the strategy has used it (`commit`), and that is what clients are told.
 """
 
 import hashlib
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,14 @@ from torch import Tensor
 
 from rtopk.aggregate import Mean, RunningMean
 from rtopk.codec import Codec, PayloadError
+from rtopk.flower.norms import NormBound
+from rtopk.flower.refusal import RefusedError
 from rtopk.flower.transaction import NOTHING
 from rtopk.schedule import check_density
 from rtopk.sparse import SparseVector
 
-CLIENT_LIMIT = 128  # characters of a client id
-WEIGHT_LIMIT = 2.0**40  # examples
 ENTRY_BYTES = 32  # more than any codec needs for an entry: positions and values
-
-
-class RefusedError(ValueError):
-    """A reply that the server does not use."""
+log = logging.getLogger("rtopk.flower")
 
 
 @dataclass(frozen=True)
@@ -36,28 +34,27 @@ class Offer:
 
     client: str
     node: int
-    session: int
-    round: int
     digest: bytes  # of the model it trained from
     payload: bytes
     weight: float
+    beside: float = 0.0  # norm of what its arrays that go as they are move
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Who was refused when, and why."""
+@dataclass
+class Verdict:
+    """What became of the offers of a round."""
 
-    round: int
-    client: str
-    node: int
-    reason: str
+    taken: list[Offer] = field(default_factory=list)
+    refused: dict[Offer, str] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)  # of all that could be decoded
 
 
 class Intake:
     """Judge the offers of a round and average those that pass, in the order of client ids.
 
-    `max_density` is the largest part of the entries that a payload may hold, `max_norm` the largest norm.
-    A norm more than `outlier` times the median (of the last round; of this one if it is the first) is absurd.
+    `max_density` is the largest part of the entries that a payload may hold, `max_norm` the largest norm,
+    `outlier` how many times the usual norm is absurd (see `norms`). `ceiling` is the largest magnitude of each
+    weight, None if all may be as large as float32 can hold.
     """
 
     def __init__(
@@ -68,41 +65,27 @@ class Intake:
         dense_size: int = 0,
         max_density: float = 1.0,
         max_norm: float | None = None,
-        max_weight: float = WEIGHT_LIMIT,
         outlier: float = 1000.0,
         mean: Mean = "nodes",
         weighted: bool = True,
+        ceiling: Tensor | None = None,
     ) -> None:
-        if max_norm is not None and not 0.0 < max_norm < math.inf:
-            raise ValueError(f"max_norm must be positive and finite, or None, got {max_norm}")
-        if not outlier > 1.0:
-            raise ValueError(f"outlier must be greater than 1, got {outlier}")
         self.size = size
         self.codec = Codec(fingerprint=fingerprint)
         sparse_size = size - dense_size
         self.entries = dense_size + max(1, round(check_density(max_density, "max_density") * sparse_size))
-        self.max_norm = max_norm
-        self.max_weight = max_weight
-        self.outlier = outlier
+        self.bound = NormBound(outlier, max_norm)
         self.mean: Mean = mean
         self.weighted = weighted
+        self.ceiling = ceiling
         self.accepted: dict[str, int] = {}
-        self.typical = 0.0  # median norm of the last round that was committed
 
-    def check(self, offer: Offer, session: int, round_: int, digest: bytes) -> None:
-        """Raise RefusedError unless the offer is for this round of this model, by its own words."""
-        if not 0 < len(offer.client) <= CLIENT_LIMIT or not offer.client.isprintable():
-            raise RefusedError(f"client id must be 1 to {CLIENT_LIMIT} printable characters")
-        if offer.session != session:
-            raise RefusedError(f"it is of session {offer.session}, this is {session}")
-        if offer.round != round_:
-            raise RefusedError(f"it is of round {offer.round}, this is round {round_}")
+    def check(self, offer: Offer, round_: int, digest: bytes) -> None:
+        """Raise RefusedError unless the offer may be decoded in this round of this model."""
         if self.accepted.get(offer.client, NOTHING) >= round_:
             raise RefusedError(f"round {round_} of this client was accepted already")
         if offer.digest != digest:
             raise RefusedError("it was trained from another model than this round's")
-        if not 0.0 < offer.weight <= self.max_weight:
-            raise RefusedError(f"its weight must be in (0, {self.max_weight:g}], got {offer.weight}")
         if len(offer.payload) > 1024 + ENTRY_BYTES * self.entries:
             raise RefusedError(f"{len(offer.payload)} bytes are too many for {self.entries} entries")
 
@@ -114,76 +97,90 @@ class Intake:
         except (PayloadError, ValueError) as error:
             raise RefusedError(str(error)) from error
 
-    def average(self, offers: Sequence[Offer]) -> tuple[Tensor | None, list[Offer], dict[Offer, str], float]:
-        """Average what can be decoded; return mean, whom it holds, whom not and why, and the typical norm.
-
-        One vector of all entries, and one offer decoded at a time.
-        """
-        running = RunningMean(self.size, self.mean, self.weighted)
-        refused: dict[Offer, str] = {}
-        taken: list[Offer] = []
-        norms: list[float] = []
-        typical = self.typical or self.first_look(offers)
-        for offer in sorted(offers, key=lambda o: client_order(o.client)):
+    def judged(
+        self, offers: Iterable[Offer], target: Tensor, verdict: Verdict
+    ) -> Iterator[tuple[Offer, SparseVector]]:
+        """Yield the offers that pass with their vectors, one decoded at a time; `target` is the model."""
+        offers = sorted(offers, key=lambda o: client_order(o.client))
+        limit = self.bound.limit(len(offers), norm_of(target), lambda: self._look(offers))
+        absurd = 0  # how many are above it
+        for offer in offers:
             try:
                 vector = self.decode(offer)
-                norm = self.norm(vector, typical)
+                norm = math.hypot(norm_of(vector.values), offer.beside)
+                verdict.norms.append(norm)
+                absurd += norm > limit
+                self.bound.check(norm, limit)
+                self._check_ceiling(vector, target)
             except RefusedError as error:
-                refused[offer] = str(error)
+                verdict.refused[offer] = str(error)
                 continue
-            running.add(vector, offer.weight)
-            taken.append(offer)
-            norms.append(norm)
-        if not taken:
-            return None, taken, refused, typical
-        return running.result(), taken, refused, median(norms)
+            verdict.taken.append(offer)
+            yield offer, vector
+        if 2 * absurd > len(offers):
+            log.warning(
+                "most updates of this round, %d of %d, are refused for norms above %g; the limit follows what "
+                "clients offer within some rounds, except max_norm=%s",
+                absurd, len(offers), limit, self.bound.max_norm,
+            )  # fmt: skip
 
-    def first_look(self, offers: Sequence[Offer]) -> float:
-        """Return the median norm of offers, where there is no round before to compare with."""
+    def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Verdict]:
+        """Average what passes, None if nothing does: one vector of all entries, one offer decoded at a time."""
+        running, verdict = RunningMean(self.size, self.mean, self.weighted), Verdict()
+        for offer, vector in self.judged(offers, target, verdict):
+            running.add(vector, offer.weight)
+        return (running.result() if verdict.taken else None), verdict
+
+    def mean_of(self, offers: Iterable[Offer]) -> Tensor:
+        """Average offers that have passed before."""
+        running = RunningMean(self.size, self.mean, self.weighted)
+        for offer in offers:
+            running.add(self.decode(offer), offer.weight)
+        return running.result()
+
+    def _look(self, offers: Iterable[Offer]) -> list[float]:
+        """Return the norms of what can be decoded."""
         norms = []
         for offer in offers:
             try:
-                norms.append(self.norm(self.decode(offer), 0.0))
+                norms.append(math.hypot(norm_of(self.decode(offer).values), offer.beside))
             except RefusedError:
                 continue
-        return median(norms)
+        return norms
 
-    def norm(self, vector: SparseVector, typical: float) -> float:
-        """Return the norm of a vector; RefusedError if it is too large."""
-        values = vector.values.numpy()
-        norm = math.sqrt(
-            float(np.einsum("i,i->", values, values, dtype=np.float64))
-        )  # one thread: see RunningMean
-        if self.max_norm is not None and norm > self.max_norm:
-            raise RefusedError(f"its norm {norm:g} is above the limit {self.max_norm:g}")
-        if typical and norm > self.outlier * typical:
-            raise RefusedError(f"its norm {norm:g} is more than {self.outlier:g} times the usual {typical:g}")
-        return norm
+    def _check_ceiling(self, vector: SparseVector, target: Tensor) -> None:
+        if self.ceiling is None:
+            return
+        own = (target[vector.indices] - vector.values).abs()
+        beyond = own[own > self.ceiling[vector.indices]]
+        if beyond.numel():
+            raise RefusedError(f"it moves a float16 weight to {float(beyond.max()):g}, beyond 65504")
 
-    def commit(self, taken: Sequence[Offer], round_: int, typical: float) -> None:
+    def commit(self, taken: Sequence[Offer], round_: int) -> None:
         """Record that the strategy has used these offers."""
         for offer in taken:
             self.accepted[offer.client] = round_
-        self.typical = typical
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next round depends on."""
-        return {"accepted": dict(self.accepted), "typical": self.typical}
+        return {"accepted": dict(self.accepted), **self.bound.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        self.accepted, self.typical = dict(state["accepted"]), float(state["typical"])
+        self.bound.load_state_dict(state)
+        self.accepted = dict(state["accepted"])
 
 
-def median(norms: Sequence[float]) -> float:
-    """Return the lower median: of two clients the smaller, so that one absurd norm cannot set it."""
-    return sorted(norms)[(len(norms) - 1) // 2] if norms else 0.0
+def norm_of(vector: Tensor) -> float:
+    """Return the Euclidean norm, summed in float64 by one thread (see `RunningMean`)."""
+    values = vector.numpy()
+    return math.sqrt(float(np.einsum("i,i->", values, values, dtype=np.float64)))
 
 
 def client_order(client: str) -> tuple[int, int, str]:
     """Order ids: numbers by value, then names; ascii digits only, so that the order is the same everywhere."""
     number = client.isascii() and client.isdigit()
-    return (0, int(client), "") if number else (1, 0, client)
+    return (0, int(client), client) if number else (1, 0, client)
 
 
 def tag(client: str) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 
 from rtopk.codec import Codec
 from rtopk.flower.context_store import ContextStore
@@ -63,6 +64,7 @@ class RTopKMod:
         header = message.content.config_records.get(HEADER) if message.has_content() else None
         if header is None:
             return call_next(message, context)
+        _refuse_clipping(message)
         client = self._client(context)
         fingerprint = int.from_bytes(as_bytes(header["fingerprint"]), "little")
         store: Store = ContextStore(context)
@@ -84,3 +86,12 @@ class RTopKMod:
                 return str(context.node_config[key])
         log.warning("no client-id in the node config: using the node id, which changes at every restart")
         return f"node-{context.node_id}"
+
+
+def _refuse_clipping(message: Message) -> None:
+    """Raise if the server counts on clipped updates: the residual would be added to them afterwards."""
+    if any(KEY_CLIPPING_NORM in record for record in message.content.config_records.values()):
+        raise ValueError(
+            "the server's strategy needs updates that clients clip, and error feedback adds to them what was kept "
+            "back: their norm is not bounded. Clip at the server: DifferentialPrivacyServerSideFixedClipping"
+        )

@@ -1,8 +1,4 @@
-"""What the server knows of its nodes, and the message that each of them needs.
-
-A node says who it is and which model it holds; until then the server believes nothing of it, or, if clients make
-the first model themselves, that. The model in a message is replaced by an update of `downlink` and our header.
-"""
+"""The message that each node needs: the model in it is replaced by an update of `downlink` and our header."""
 
 from collections.abc import Mapping
 
@@ -11,50 +7,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from rtopk.flower.downlink import Kind, Versions
 from rtopk.flower.intake import pack_table
 from rtopk.flower.records import PAYLOAD, Model, payload_array, the_arrays, with_header
+from rtopk.flower.roster import Roster
 from rtopk.flower.transaction import NOTHING
-
-
-class Roster:
-    """The nodes: who they are and what they hold, by their own words."""
-
-    def __init__(self, initial_known: bool = False) -> None:
-        self.initial_known = initial_known
-        self.clients: dict[int, str] = {}  # node -> client id
-        self._holds: dict[int, bytes] = {}  # node -> digest of its model
-        self._asked: set[int] = set()  # nodes that did not hold what they were believed to
-        self._numbers: dict[bytes, int] = {}  # digest -> version
-
-    def client(self, node: int) -> str:
-        """Return a name for a node."""
-        return self.clients.get(node, f"node-{node}")
-
-    def met(self, node: int, client: str) -> None:
-        """Remember who a node says it is."""
-        self.clients[node] = client
-
-    def holds(self, node: int, digest: bytes) -> None:
-        """Remember which model a node says it holds."""
-        self._holds[node] = digest
-
-    def asked(self, node: int) -> None:
-        """Remember that a node asked for a snapshot."""
-        self._holds.pop(node, None)
-        self._asked.add(node)
-
-    def named(self, digest: bytes, version: int) -> None:
-        """Remember the version of a digest."""
-        self._numbers[digest] = version
-
-    def is_new(self, node: int) -> bool:
-        """Say whether a node has not told what it holds."""
-        return node not in self._holds
-
-    def version_of(self, node: int, latest: int) -> int | None:
-        """Return the version that a node holds, None if that is not known."""
-        if node in self._holds:
-            return self._numbers.get(self._holds[node])
-        believed = self.initial_known and node not in self._asked and latest == 0
-        return 0 if believed else None
 
 
 class Sender:

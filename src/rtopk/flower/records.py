@@ -23,6 +23,7 @@ HEADER = "rtopk"  # name of our ConfigRecord in every message
 STYPE = "rtopk.v1"  # serialisation type of our arrays: stock strategies fail on it instead of averaging bytes
 PAYLOAD = "rtopk."  # names of payload arrays: rtopk.0, rtopk.1, ...
 COMPRESSED = ("float32", "float16")
+HALF_LIMIT = 65504.0  # the largest float16
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,7 @@ class Model:
         """Write a vector and raw arrays as a record of the model's own types and order."""
         types = dict(zip(self.names, self.dtypes, strict=True))
         views = self.layout.unflatten(vector)
-        arrays = {
-            n: raw[n] if n not in views else Array(views[n].numpy().astype(np.dtype(types[n]), copy=False))
-            for n in self.names
-        }
+        arrays = {n: raw[n] if n not in views else Array(_typed(views[n], types[n])) for n in self.names}
         return ArrayRecord(arrays)
 
     def rounded(self, vector: Tensor) -> Tensor:
@@ -81,7 +79,21 @@ class Model:
         types = dict(zip(self.names, self.dtypes, strict=True))
         views = self.layout.unflatten(vector)
         return self.layout.flatten(
-            {n: v.half().float() if types[n] == "float16" else v for n, v in views.items()}
+            {n: torch.from_numpy(_typed(v, types[n])).float() for n, v in views.items()}
+        )
+
+    @property
+    def ceiling(self) -> Tensor | None:
+        """Return the largest magnitude of each entry, None if all are float32."""
+        if "float16" not in self.dtypes:
+            return None
+        types = dict(zip(self.names, self.dtypes, strict=True))
+        limits = {"float16": HALF_LIMIT, "float32": float(torch.finfo(torch.float32).max)}
+        return self.layout.flatten(
+            {
+                n: torch.full(shape, limits[types[n]])
+                for n, shape in zip(self.layout.names, self.layout.shapes, strict=True)
+            }
         )
 
     def to_json(self) -> str:
@@ -99,6 +111,13 @@ class Model:
 
 def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=np.float32))  # a copy: Flower's buffers are read-only
+
+
+def _typed(values: Tensor, dtype: str) -> NDArray[Any]:
+    """Return values as an array of the model's own type; float16 ends at its largest number, not at Inf."""
+    if dtype == "float16":
+        values = values.clamp(-HALF_LIMIT, HALF_LIMIT)
+    return values.numpy().astype(np.dtype(dtype), copy=False)
 
 
 def payload_array(payload: Tensor) -> Array:

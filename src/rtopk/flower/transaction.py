@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtopk.codec import PayloadError
 from rtopk.memory import Memory
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
@@ -47,6 +48,7 @@ class Pending:
     round: int
     payload: Tensor  # (bytes,) uint8
     reply: bytes  # the whole reply, to be repeated if the message comes twice
+    sent: SparseVector | None = None  # what was taken out of the memory; None in states of older versions
 
 
 class Transaction:
@@ -62,6 +64,8 @@ class Transaction:
         self.clock = NOTHING
         self.committed = NOTHING  # the last round that is known to be accepted
         self.pending: Pending | None = None
+        self._sent: SparseVector | None = None  # by the last `produce`
+        sparsifier.watch = self._keep
 
     def judge(self, statement: Statement) -> Heard:
         """Say what a message is, without acting on it."""
@@ -100,10 +104,21 @@ class Transaction:
 
     def hold(self, round_: int, payload: Tensor, reply: bytes) -> None:
         """Keep what was produced until the server has spoken."""
-        self.pending = Pending(round_, payload.clone(), reply)
+        self.pending = Pending(round_, payload.clone(), reply, self._sent)
+
+    def _keep(self, sent: SparseVector) -> None:
+        """Copy what was sent out of buffers that the next step uses again."""
+        self._sent = SparseVector(sent.indices.clone(), sent.values.clone(), sent.size)
 
     def _put_back(self, pending: Pending) -> None:
-        sent = self.sparsifier.codec.decode(pending.payload)
+        """Add what was sent to the memory: as it was taken out, so that the payload need not be readable."""
+        try:
+            sent = pending.sent
+            if sent is None:
+                sent = self.sparsifier.codec.decode(pending.payload)
+        except PayloadError as error:
+            log.error("the payload of round %d cannot be decoded and is lost: %s", pending.round, error)
+            return
         put_back(self.sparsifier.memory, sent)
 
     def _start_over(self, statement: Statement) -> None:
@@ -126,6 +141,9 @@ class Transaction:
                 "reply": torch.frombuffer(bytearray(pending.reply), dtype=torch.uint8)
                 if pending.reply
                 else torch.empty(0, dtype=torch.uint8),
+                "sent": None
+                if pending.sent is None
+                else (pending.sent.indices, pending.sent.values, pending.sent.size),
             },
         }
 
@@ -135,8 +153,12 @@ class Transaction:
         self.sparsifier.load_state_dict(state["sparsifier"])
         self.session, self.clock = state["session"], state["clock"]
         self.committed = state["committed"]
+        sent = (pending or {}).get("sent")
         self.pending = pending and Pending(
-            pending["round"], pending["payload"], pending["reply"].numpy().tobytes()
+            pending["round"],
+            pending["payload"],
+            pending["reply"].numpy().tobytes(),
+            None if sent is None else SparseVector(*sent),
         )
 
 

@@ -53,16 +53,17 @@ def measure(clients: int = 100, d: int = RESNET, density: float = 0.01, runs: in
         rng = generator(0, "aggregate", number)
         vector = SparseVector(draw(d, k, rng), torch.randn(k, generator=rng), d)
         data = codec.encode(vector).numpy().tobytes()
-        offers.append(Offer(str(number), number, 1, 0, b"", data, 1.0 + number % 3))
-    peak = _peak(lambda: _intake(d, density, typical=True).average(offers))
-    vectors = [_intake(d, density, typical=True).decode(offer) for offer in offers]
+        offers.append(Offer(str(number), number, b"", data, 1.0 + number % 3))
+    model = torch.randn(d, generator=generator(0, "aggregate"))
+    peak = _peak(lambda: _intake(d, density, known=clients).average(offers, model))
+    vectors = [_intake(d, density, known=clients).decode(offer) for offer in offers]
     times: dict[str, list[float]] = {"floor": [], "torch": [], "decode": [], "average": [], "first": []}
     for _ in range(runs):
         times["floor"].append(_timed(lambda: _floor(vectors, d)))
         times["torch"].append(_timed(lambda: _torch(vectors, d)))
-        times["average"].append(_timed(lambda: _intake(d, density, typical=True).average(offers)))
-        times["decode"].append(_timed(lambda: [_intake(d, density, typical=True).decode(o) for o in offers]))
-    times["first"].append(_timed(lambda: _intake(d, density, typical=False).average(offers)))
+        times["average"].append(_timed(lambda: _intake(d, density, known=clients).average(offers, model)))
+        times["decode"].append(_timed(lambda: [_intake(d, density, known=clients).decode(o) for o in offers]))
+    times["first"].append(_timed(lambda: _intake(d, density, known=0).average(offers, model)))
     best = {name: 1e3 * min(found) for name, found in times.items()}
     return Measured(
         clients, d, density, sum(len(o.payload) for o in offers), best["floor"], best["torch"], best["decode"],
@@ -75,9 +76,9 @@ def as_json(measured: Measured) -> dict[str, Any]:
     return {**asdict(measured), "over_dense": measured.over_dense}
 
 
-def _intake(d: int, density: float, typical: bool) -> Intake:
+def _intake(d: int, density: float, known: int) -> Intake:
     intake = Intake(d, 1, max_density=density, max_norm=1e6)
-    intake.typical = 300.0 if typical else 0.0
+    intake.bound.note([300.0] * known)
     return intake
 
 
