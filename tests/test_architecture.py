@@ -61,7 +61,7 @@ def test_import_rtopk_loads_only_the_core():
         "lightning",
         "typer",  # scipy is not named: numba imports it by itself where it is installed
         "rich",
-        "rtopk.experiments",
+        "rtopk.studies",
         "rtopk.tools.cli",
     ):
         assert name not in loaded, f"import rtopk loads {name}"

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import (
     Krum,
 )
 from harness import LocalGrid, initial, quadratic_app
-from rtopk.outer import Nesterov
+from rtopk.local.outer import Nesterov
 
 from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.flower import inner as known

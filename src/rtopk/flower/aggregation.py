@@ -19,7 +19,7 @@ from rtopk.flower.intake import Intake, Offer, Verdict
 from rtopk.flower.records import Model, the_arrays
 from rtopk.flower.replies import raw_mean
 from rtopk.kernels import require_finite
-from rtopk.outer import SGD, Outer, State
+from rtopk.local.outer import SGD, Outer, State
 
 Refuse = Callable[[Offer, str], None]
 
