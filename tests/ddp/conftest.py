@@ -5,6 +5,7 @@ from pathlib import Path
 import ddp_scenarios_exact as exact
 import ddp_scenarios_faults as faults
 import ddp_scenarios_resume as resume
+import ddp_scenarios_steps as steps
 import ddp_scenarios_train as loop
 import pytest
 from ddp_launch import Results, launch
@@ -44,6 +45,13 @@ PAIR = [
     resume.distributed_checkpoint,
     loop.same_as_in_one_process,
     loop.stops_and_resumes,
+    steps.skip_is_one_step,
+    steps.second_backward,
+    steps.after_a_raise,
+    steps.openings,
+    steps.half_overflow,
+    steps.densities_differ,
+    steps.riddles,
 ]
 
 

@@ -17,7 +17,7 @@ Results = dict[str, list[dict[str, Any]]]  # scenario -> rank -> what it returne
 def environment(**extra: str) -> dict[str, str]:
     own = {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",
     }
