@@ -85,10 +85,12 @@ class Exchange:
 
     def __init__(self, work: dist.Work, payload: Tensor, arrived: Tensor) -> None:
         self.work = work
-        self.payload = payload
+        self.size = payload.numel()  # bytes
+        self.payload: Tensor | None = payload
         self.arrived = arrived  # (n, bytes)
 
     def wait(self) -> list[Tensor]:
         """Return the payloads of all ranks in rank order, once they are here."""
         self.work.wait()
+        self.payload = None  # it is among those that have arrived
         return list(self.arrived.unbind())

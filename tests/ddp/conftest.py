@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import ddp_scenarios_cost as cost
 import ddp_scenarios_exact as exact
 import ddp_scenarios_faults as faults
 import ddp_scenarios_resume as resume
@@ -77,4 +78,10 @@ def fresh(shared: Path, pair: Results) -> Results:
 @pytest.fixture(scope="session")
 def four(shared: Path) -> Results:
     """What four ranks found."""
-    return launch(shared, "four", 4, [resume.elastic])
+    return launch(shared, "four", 4, [resume.elastic, resume.copied_over, cost.memory])
+
+
+@pytest.fixture(scope="session")
+def eight(shared: Path) -> Results:
+    """What eight ranks found whose process group was made without naming a backend."""
+    return launch(shared, "eight", 8, [cost.without_backend, cost.memory], RTOPK_TEST_BACKEND="")

@@ -79,7 +79,7 @@ def skip_is_one_step(at: Place) -> dict[str, Any]:
 
 
 def second_backward(at: Place) -> dict[str, Any]:
-    """Two exchanges in a step: the optimizer gets the sum of both means, and nothing is lost if the second is bad."""
+    """Two exchanges in a step: the optimizer gets both means; if the second is bad, nothing is lost."""
     found: dict[str, Any] = {}
 
     def gradients(model: nn.Module) -> Tensor:
@@ -136,7 +136,14 @@ def second_backward(at: Place) -> dict[str, Any]:
         loss_of(second, at.rank, 0).backward()
         both.append(one[0][0].weight.grad + (mean if clear else 0.0))
     found["shared"] = float((both[0] - both[1]).abs().max())
-    # Parameters that no optimizer owns are never cleared; and one rank clears, the other does not.
+    # Rank 0 clears its gradients in between, rank 1 does not.
+    model = net()
+    state = rtopk.ddp.register(wrap(model), 0.05)
+    loss_of(state.model, at.rank, 0).backward()
+    if at.rank == 0:
+        model.zero_grad()
+    found["one_rank"] = attempt(loss_of(state.model, at.rank, 1).backward)
+    # Parameters that no optimizer owns are never cleared.
     model = net()
     state = rtopk.ddp.register(wrap(model), 0.05)
     found["some"] = attempt(train, state.model, sgd(model[5]), range(3), at.rank)
@@ -153,13 +160,13 @@ def after_a_raise(at: Place) -> dict[str, Any]:
         ("static_graph", {}),
         ("find_unused_parameters", {}),
     ):
-        ends = []
+        ends, said = [], []
         for steps in ([0, 1, 2, 3, 4], [0, 1, 3, 4]):
             model = net()
             ddp = wrap(model, **({} if name in ("global", "bucket") else {name: True}))
             state = rtopk.ddp.register(ddp, 0.05, on_nonfinite="raise", **how)
             optimizer = sgd(model, momentum=0.9)
-            said = [attempt(train, ddp, optimizer, [step], at.rank, poisoned) for step in steps]
+            said = [attempt(train, ddp, optimizer, [step], at.rank, poisoned) for step in steps] + said[:5]
             optimizer.step()  # on the last gradients, which count twice here
             ends.append([bits(model), bits(state.state_dict())])
         model = net()

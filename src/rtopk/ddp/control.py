@@ -16,7 +16,7 @@ from torch import Tensor
 
 HEADER = struct.Struct("<4sB3sQddQ")  # magic, status, tensor, step, density, scale, weights
 MAGIC = b"rTdd"
-FINE, NOT_FINITE, FAILED = range(3)
+FINE, NOT_FINITE, FAILED, HOLDS = range(4)  # HOLDS: fine, and gradients hold the mean of an earlier exchange
 SIZE = HEADER.size
 
 
@@ -73,6 +73,13 @@ def agree(controls: Sequence[Control]) -> None:
         said = [getattr(control, name) for control in controls]
         if len(set(said)) > 1:
             raise RanksDisagree(f"{name} differs between ranks ({by_rank(said)}): {meaning}")
+    statuses = [control.status for control in controls]
+    if FINE in statuses and HOLDS in statuses:
+        holding = [rank for rank, status in enumerate(statuses) if status == HOLDS]
+        raise RanksDisagree(
+            f"gradients still hold the mean of the last exchange on rank {', '.join(map(str, holding))} only; "
+            "step, or clear gradients, on all ranks alike"
+        )
 
 
 def by_rank(values: Sequence[object]) -> str:

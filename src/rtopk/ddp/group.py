@@ -7,6 +7,7 @@ else (clipping, loss scaling, momentum correction, tensors without a part) takes
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -124,12 +125,12 @@ class Group:
         self, payloads: Sequence[Tensor], sparse: bool, mean: Mean, weights: Sequence[float] | None = None
     ) -> Tensor | SparseVector:
         """Decode the ranks' payloads and return their mean; a dense one holds one decoded payload at a time."""
-        vectors = (self.sparsifier.codec.decode(payload, size=self.layout.size) for payload in payloads)
+        decode = partial(self.sparsifier.codec.decode, size=self.layout.size)
         if sparse:
-            return average_sparse(list(vectors), mean, weights)
+            return average_sparse([decode(payload) for payload in payloads], mean, weights)
         running = RunningMean(self.layout.size, mean, weights is not None)
-        for rank, vector in enumerate(vectors):
-            running.add(vector, 1.0 if weights is None else weights[rank])
+        for rank, payload in enumerate(payloads):
+            running.add(decode(payload), 1.0 if weights is None else weights[rank])
         return running.result()
 
     def write(

@@ -137,7 +137,8 @@ def _send(state: "State", this: Round, groups: list[Group]) -> None:
         return
     started = time.perf_counter()
     idle = set() if state.used is None else set(state.parameters) - state.used
-    status, culprit = control.FINE, 0
+    holds = any(name in this.held for group in groups for name in group.bounds)
+    status, culprit = control.HOLDS if holds else control.FINE, 0
     try:
         payloads = [group.compress(state.step, this.scale, idle, state.options.clip_norm) for group in groups]
     except Exception as error:
@@ -194,7 +195,7 @@ def _finish(state: "State", this: Round) -> None:
 def _measure(state: "State", this: Round, waited: float, averaging: float) -> None:
     exchanges = [message.exchange for message in this.messages]
     exchanges += [this.opening] if this.opening is not None else []
-    sent = sum(exchange.payload.numel() for exchange in exchanges)
+    sent = sum(exchange.size for exchange in exchanges)
     state.measure(
         bytes_sent=sent,
         bytes_received=sum(exchange.arrived.numel() for exchange in exchanges) - sent,

@@ -70,7 +70,7 @@ def mean_in(parameter: Tensor, idle: bool) -> Tensor | None:
     for written in list(_all):
         if key in written.added_to:
             return written.added_to[key]
-        if idle and key in written.means and parameter.grad is not None:
+        if idle and key in written.means and parameter.grad is not None and bool(parameter.grad.any()):
             return parameter.grad.clone()
     return None
 
