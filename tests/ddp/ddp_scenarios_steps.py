@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_parts import bits, gap, loss_of, net, sgd, train, wrap
-from ddp_scenarios_faults import attempt, poisoned
+from ddp_parts import batch, bits, gap, loss_of, net, sgd, train, wrap
+from ddp_scenarios_faults import TwoHeads, attempt, poisoned
 from ddp_worker import Place
 from torch import Tensor, nn
 
@@ -78,6 +78,13 @@ def skip_is_one_step(at: Place) -> dict[str, Any]:
     return found
 
 
+def _mean_residual(state: rtopk.ddp.State, name: str) -> Tensor:
+    """Return the mean over ranks of what is kept back of a parameter."""
+    residual = state.state_dict()["memory"]["residual"][name].clone()
+    dist.all_reduce(residual)
+    return residual / state.world_size
+
+
 def second_backward(at: Place) -> dict[str, Any]:
     """Two exchanges in a step: the optimizer gets both means; if the second is bad, nothing is lost."""
     found: dict[str, Any] = {}
@@ -86,10 +93,7 @@ def second_backward(at: Place) -> dict[str, Any]:
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     def kept(state: rtopk.ddp.State) -> Tensor:
-        memory = state.state_dict()["memory"]["residual"]
-        flat = torch.cat([memory[name].flatten() for name in state.parameters])
-        dist.all_reduce(flat)
-        return flat / at.world
+        return torch.cat([_mean_residual(state, name).flatten() for name in state.parameters])
 
     for scope, options in (
         ("global", {}),
@@ -136,6 +140,26 @@ def second_backward(at: Place) -> dict[str, Any]:
         loss_of(second, at.rank, 0).backward()
         both.append(one[0][0].weight.grad + (mean if clear else 0.0))
     found["shared"] = float((both[0] - both[1]).abs().max())
+    # A head that the second backward leaves out, on rank 1 and then on all ranks.
+    for name, view, use in (("some", False, [True, False]), ("all", False, [False, False]),
+                            ("some_view", True, [True, False]), ("all_view", True, [False, False])):  # fmt: skip
+        torch.manual_seed(3)
+        heads = TwoHeads()
+        ddp = wrap(heads, find_unused_parameters=True, gradient_as_bucket_view=view)
+        state = rtopk.ddp.register(ddp, 0.5)
+        ddp(batch(at.rank, 0)[0], True).square().mean().backward()
+        mean = heads.two.weight.grad.clone()
+        ddp(batch(at.rank, 1)[0], use[at.rank]).square().mean().backward()
+        found[f"idle_{name}"] = [
+            bits([p.grad for p in heads.parameters()]),
+            bits(mean),
+            bits(heads.two.weight.grad),
+        ]
+        whole = heads.two.weight.grad + _mean_residual(state, "two.weight")
+        (float("nan") * ddp(batch(at.rank, 2)[0], use[at.rank]).square().mean()).backward()
+        optimizer = sgd(heads)
+        optimizer.step()
+        found[f"lost_{name}"] = float((_mean_residual(state, "two.weight") - whole).abs().max())
     # Rank 0 clears its gradients in between, rank 1 does not.
     model = net()
     state = rtopk.ddp.register(wrap(model), 0.05)

@@ -1,4 +1,4 @@
-"""What docs/ddp.md says about memory holds, measured on the resident size of processes; and where payloads travel."""
+"""Memory is what docs/ddp.md says, measured on the resident size of processes; and where payloads travel."""
 
 import pytest
 import torch

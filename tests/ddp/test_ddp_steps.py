@@ -29,6 +29,20 @@ def test_two_exchanges_in_a_step_add_up_and_lose_nothing(pair: Results, option: 
     assert one["weights"] == two["weights"]
 
 
+@pytest.mark.parametrize("view", ["", "_view"])
+def test_a_parameter_that_the_second_exchange_leaves_out_keeps_its_mean(pair: Results, view: str) -> None:
+    one, two = clean(pair, "second_backward")
+    for found in (one, two):
+        _, mean, after = found[f"idle_some{view}"]
+        assert mean != after  # rank 0's second gradient came
+        _, mean, after = found[f"idle_all{view}"]
+        assert mean == after
+        assert found[f"lost_some{view}"] <= 1e-6
+        assert found[f"lost_all{view}"] <= 1e-6
+    for name in (f"idle_some{view}", f"idle_all{view}"):
+        assert one[name] == two[name]
+
+
 @pytest.mark.parametrize("name", ["global", "bucket", "static_graph", "find_unused_parameters"])
 def test_a_model_can_be_used_after_an_error(pair: Results, name: str) -> None:
     for found in clean(pair, "after_a_raise"):
