@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import ddp_scenarios_books as books
 import ddp_scenarios_cost as cost
 import ddp_scenarios_exact as exact
 import ddp_scenarios_faults as faults
@@ -51,8 +52,9 @@ PAIR = [
     steps.after_a_raise,
     steps.openings,
     steps.half_overflow,
-    steps.densities_differ,
+    books.books,
     steps.riddles,
+    steps.densities_differ,
 ]
 
 

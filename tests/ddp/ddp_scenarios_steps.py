@@ -140,6 +140,16 @@ def second_backward(at: Place) -> dict[str, Any]:
         loss_of(second, at.rank, 0).backward()
         both.append(one[0][0].weight.grad + (mean if clear else 0.0))
     found["shared"] = float((both[0] - both[1]).abs().max())
+    # And NaN in each of them in turn, with nothing cleared in between.
+    model = _pair(net())
+    states = [rtopk.ddp.register(wrap(part), 0.05) for part in model]
+    for state, loss in ((0, loss_of), (1, _nan), (0, loss_of), (1, loss_of)):
+        loss(states[state].model, at.rank, 0).backward()
+    found["skips"] = [[state.skipped, state.step] for state in states]
+    both_optimizer = torch.optim.SGD({p for part in model for p in part.parameters()}, lr=0.1)
+    train(states[0].model, both_optimizer, range(2), at.rank)
+    found["shared_finite"] = [bits(model[0]), all(bool(p.isfinite().all()) for p in model[0].parameters())]
+    found["norms"] = [state.residual_norm() for state in states]
     # A head that the second backward leaves out, on rank 1 and then on all ranks.
     for name, view, use in (("some", False, [True, False]), ("all", False, [False, False]),
                             ("some_view", True, [True, False]), ("all_view", True, [False, False])):  # fmt: skip

@@ -1,5 +1,6 @@
 """A step that is skipped, refused or raises changes nothing else, and the model can be used afterwards."""
 
+import ddp_scenarios_books as books
 import pytest
 from ddp_launch import Results, clean
 
@@ -22,11 +23,15 @@ def test_two_exchanges_in_a_step_add_up_and_lose_nothing(pair: Results, option: 
         assert found[case]["lost"] <= 1e-6
         assert found[case]["rested"]
         assert found["shared"] <= 1e-6
+        assert found["skips"] == [[1, 1], [2, 0]]
+        assert found["shared_finite"][1]
+        assert all(0.0 < norm < 10.0 for norm in found["norms"])
         assert found["some"] == "nothing raised"
         assert found["one_rank"].startswith(
             "RanksDisagree: gradients still hold the mean of the last exchange on"
         )
     assert one["weights"] == two["weights"]
+    assert one["shared_finite"] == two["shared_finite"]
 
 
 @pytest.mark.parametrize("view", ["", "_view"])
@@ -122,3 +127,12 @@ def test_half_precision_keeps_what_it_cannot_hold(pair: Results, mean: str, memo
 def test_riddles_are_refusals(pair: Results, name: str, words: str) -> None:
     for found in clean(pair, "riddles"):
         assert words in found["said"][name]
+
+
+@pytest.mark.parametrize("case", list(books.CASES))
+def test_the_books_balance_whatever_the_loop_does(pair: Results, case: str) -> None:
+    one, two = (found[case] for found in clean(pair, "books"))
+    for found in (one, two):
+        assert found["worst"] <= 1e-4  # sums of some dozen gradients of size one, in fp32
+        assert min(found["done"].values()) >= 2, "every operation must have happened"
+    assert one["weights"] == two["weights"]

@@ -51,8 +51,8 @@ def refuse(model: DistributedDataParallel, attach: bool = True) -> None:
         )
     if model._use_python_reducer:
         raise ValueError(
-            "this model was wrapped with torch._dynamo.config.optimize_ddp = 'python_reducer', which runs no "
-            "communication hooks; set it to 'ddp_optimizer' (the default) before you wrap the model"
+            "this model was wrapped with torch._dynamo.config.optimize_ddp = 'python_reducer', which gives hooks "
+            "single gradients and no buckets; set it to 'ddp_optimizer' (the default) before you wrap the model"
         )
     if attach and model._comm_hooks:
         raise ValueError(

@@ -52,9 +52,7 @@ class Round:
     messages: list[Message] = field(default_factory=list)
     selection_seconds: float = 0.0
     exchange_seconds: float = 0.0
-    held: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # means of an earlier round that gradients hold as well
+    held: dict[str, Tensor] = field(default_factory=dict)  # means of an earlier round, in these gradients too
     failure: Exception | None = None  # of this rank, to be raised when the others know
     verdict: Exception | None = None  # what all ranks know before the first message: there will be none
 

@@ -10,6 +10,7 @@ A hook on every parameter looks at `parameter.grad` just before backward adds to
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,8 +34,10 @@ class Written:
     def note(self, parameters: Collection[Tensor], skipped: bool) -> None:
         """Note that a round has written these gradients."""
         ids = set(map(id, parameters))
-        self.added_to.clear()
-        self.means, self.skipped = (self.means - ids, ids) if skipped else (ids, self.skipped - ids)
+        for written in list(_all):  # of other models that share parameters, too
+            for key in ids:
+                written.forget(key)
+        (self.skipped if skipped else self.means).update(ids)
 
     def forget(self, key: int) -> None:
         """Note that a gradient is not what a round wrote any more."""
@@ -55,24 +58,32 @@ def _look(written: Written, name: str, parameter: "weakref.ref[Tensor]") -> Call
         held = parameter()
         if held is None or (key not in written.means and key not in written.skipped):
             return
-        if held.grad is None or not bool(held.grad.any()):
+        if not _holds(held):
             written.forget(key)
-        elif key in written.means:
-            written.added_to[key] = held.grad.clone()
+        elif key in written.means and key not in written.added_to:  # no_sync adds more than once
+            written.added_to[key] = cast(Tensor, held.grad).clone()
 
     look.__torch_unserializable__ = True  # type: ignore[attr-defined]  # else saving a parameter warns
     return look
 
 
+def _holds(parameter: Tensor) -> bool:
+    """Say whether there is anything in a gradient."""
+    return parameter.grad is not None and bool(parameter.grad.any())
+
+
 def mean_in(parameter: Tensor, idle: bool) -> Tensor | None:
-    """Return the exchanged mean that a gradient still holds; `idle`: this backward has added nothing to it."""
-    key = id(parameter)
+    """Return the exchanged mean that a gradient still holds; `idle`: this backward has added nothing to it.
+
+    One that somebody has made NaN or Inf since is none: it would spoil the residual that it is put back to.
+    """
+    key, mean = id(parameter), None
     for written in list(_all):
-        if key in written.added_to:
-            return written.added_to[key]
-        if idle and key in written.means and parameter.grad is not None and bool(parameter.grad.any()):
-            return parameter.grad.clone()
-    return None
+        if not idle:
+            mean = written.added_to.get(key, mean)
+        elif key in written.means and _holds(parameter):
+            mean = cast(Tensor, parameter.grad).clone()
+    return mean if mean is not None and bool(mean.isfinite().all()) else None
 
 
 def use(optimizer: Optimizer) -> None:
