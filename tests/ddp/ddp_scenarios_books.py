@@ -54,7 +54,7 @@ def _run(
         for model in models
     ]
     parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    optimizers = [torch.optim.SGD(part, lr=1.0) for part in (parameters[:1], parameters[1:])]
     came, local = ({p: torch.zeros_like(p) for p in parameters} for _ in range(2))
     waits: int | None = None  # the model with gradients of no_sync, which nobody else has
     worst, done = 0.0, dict.fromkeys(OPERATIONS, 0)
@@ -81,13 +81,14 @@ def _run(
             except rtopk.ddp.GradientNotFinite:
                 assert what == "bad"
             waits = None
-        elif what == "step":
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not in_place)
+        elif what == "step":  # one of the two
+            optimizers[which].step()
+            optimizers[which].zero_grad(set_to_none=not in_place)
         else:
             for p, gradient in held.items():
                 came[p] -= gradient
-            optimizer.zero_grad(set_to_none=not in_place)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=not in_place)
         for p, n in zip(model.parameters(), numbers, strict=True):
             if what == "local":
                 local[p] += n

@@ -187,10 +187,12 @@ class Group:
         for limit, here in zip(limits.values(), spans, strict=True):
             bounded = values[here].clamp(-limit / scale, limit / scale)
             excess = values[here] - bounded
-            if residual is not None and bool(excess.any()):
+            if not bool(excess.any()):
+                continue
+            values[here] = bounded
+            if residual is not None:
                 places = here if isinstance(mean, Tensor) else mean.indices[here]
                 residual[places] += excess.to(residual)
-            values[here] = bounded
 
     def put_back(self, held: Mapping[str, Tensor], scale: float) -> None:
         """Return means that will not be used to the residual: all ranks do, and the mean over them is the same."""

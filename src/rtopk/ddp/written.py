@@ -89,13 +89,8 @@ def mean_in(parameter: Tensor, idle: bool) -> Tensor | None:
 def use(optimizer: Optimizer) -> None:
     """Take the gradients of skipped rounds away from an optimizer that is about to step; means are used now."""
     for written in list(_all):
-        if not written.means and not written.skipped:
-            continue
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in written.skipped:
                     parameter.grad = None
-                    written.forget(id(parameter))
-                elif id(parameter) in written.means:
-                    written.means.clear()  # of the whole model: it may have parameters that nobody optimizes
-                    written.added_to.clear()
+                written.forget(id(parameter))
