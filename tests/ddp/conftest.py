@@ -79,11 +79,17 @@ def fresh(shared: Path, pair: Results) -> Results:
 
 @pytest.fixture(scope="session")
 def four(shared: Path) -> Results:
-    """What four ranks found."""
-    return launch(shared, "four", 4, [resume.elastic, resume.copied_over, cost.memory])
+    """What four ranks found whose process group was made without naming a backend."""
+    return launch(
+        shared,
+        "four",
+        4,
+        [resume.elastic, resume.copied_over, cost.without_backend, cost.memory],
+        RTOPK_TEST_BACKEND="",
+    )
 
 
 @pytest.fixture(scope="session")
 def eight(shared: Path) -> Results:
-    """What eight ranks found whose process group was made without naming a backend."""
-    return launch(shared, "eight", 8, [cost.without_backend, cost.memory], RTOPK_TEST_BACKEND="")
+    """What eight ranks found."""
+    return launch(shared, "eight", 8, [cost.memory])

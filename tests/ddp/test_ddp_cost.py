@@ -20,8 +20,8 @@ def test_memory_of_eight_ranks(eight: Results) -> None:
         assert 15 <= found["dense"] <= 19 + SLACK
 
 
-def test_a_group_without_a_named_backend(eight: Results) -> None:
-    results = clean(eight, "without_backend")
+def test_a_group_without_a_named_backend(four: Results) -> None:
+    results = clean(four, "without_backend")
     for found in results:
         assert (found["backend"], found["device"]) == ("undefined", "cpu")
     assert len({found["weights"] for found in results}) == 1
