@@ -7,13 +7,15 @@ else (clipping, loss scaling, momentum correction, tensors without a part) takes
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rtopk import kernels
-from rtopk.aggregate import Mean, average, average_sparse
+from rtopk.aggregate import Mean, RunningMean, average_sparse
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, clip
 from rtopk.sparse import SparseVector
@@ -57,7 +59,7 @@ class Group:
         begin, end = self.bounds[name]
         if self._sums:
             buffers = self._tensors()["residual"], cast(Tensor, self._spare)
-            residual, total = (buffer[begin:end].view(gradient.shape) for buffer in buffers)
+            residual, total = (self._part(buffer, name, gradient) for buffer in buffers)
             torch.add(residual, gradient, out=total)
         elif len(self.bounds) == 1:
             self._gradient = gradient.reshape(-1).to(self.dtype)
@@ -122,12 +124,30 @@ class Group:
     def mean(
         self, payloads: Sequence[Tensor], sparse: bool, mean: Mean, weights: Sequence[float] | None = None
     ) -> Tensor | SparseVector:
-        """Decode the ranks' payloads and return their mean."""
-        vectors = [self.sparsifier.codec.decode(payload, size=self.layout.size) for payload in payloads]
-        return average_sparse(vectors, mean, weights) if sparse else average(vectors, mean, weights)
+        """Decode the ranks' payloads and return their mean; a dense one holds one decoded payload at a time."""
+        decode = partial(self.sparsifier.codec.decode, size=self.layout.size)
+        if sparse:
+            return average_sparse([decode(payload) for payload in payloads], mean, weights)
+        running = RunningMean(self.layout.size, mean, weights is not None)
+        for rank, payload in enumerate(payloads):
+            running.add(decode(payload), 1.0 if weights is None else weights[rank])
+        return running.result()
 
-    def write(self, mean: Tensor | SparseVector, scale: float, gradients: Mapping[str, Tensor]) -> None:
-        """Put the mean, times `scale`, in the place of the gradients; for a sparse one they are `clear`ed."""
+    def write(
+        self,
+        mean: Tensor | SparseVector,
+        scale: float,
+        gradients: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
+    ) -> None:
+        """Put the mean, times `scale`, in the place of the gradients; for a sparse one they are `clear`ed.
+
+        `held` is what gradients were before; it is added, to a dense mean.
+        """
+        if isinstance(mean, Tensor):
+            for name in self.bounds.keys() & held.keys():
+                self._part(mean, name, held[name]).add_(held[name] / scale)
+        self._keep_excess_(mean, scale, gradients)
         if isinstance(mean, Tensor):
             if scale != 1.0:
                 mean = mean * scale
@@ -135,15 +155,55 @@ class Group:
                 gradients[name].copy_(mean[begin:end].view(gradients[name].shape))
             return
         values = mean.values if scale == 1.0 else mean.values * scale
-        cuts = torch.searchsorted(mean.indices, self._offsets.to(mean.indices.device)).tolist()
-        for number, (name, (begin, end)) in enumerate(self.bounds.items()):
+        for (name, (begin, end)), here in zip(self.bounds.items(), self._spans(mean), strict=True):
             gradient = gradients[name]
-            here = slice(cuts[number], cuts[number + 1])
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
             places = (mean.indices[here] - begin).to(flat.device)
             flat.scatter_(0, places, values[here].to(flat))
             if not gradient.is_contiguous():
                 gradient.copy_(flat.view(gradient.shape))
+
+    def _spans(self, mean: SparseVector) -> list[slice]:
+        """Return where each tensor's entries lie among those of a sparse mean."""
+        cuts = torch.searchsorted(mean.indices, self._offsets.to(mean.indices.device)).tolist()
+        return [slice(begin, end) for begin, end in pairwise(cuts)]
+
+    def _keep_excess_(
+        self, mean: Tensor | SparseVector, scale: float, gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Bound the mean by what the gradients' dtypes hold (65,504 in fp16), and keep the rest in the residual.
+
+        Every rank puts the same excess back, and the mean over ranks of that is the excess.
+        """
+        values = mean if isinstance(mean, Tensor) else mean.values
+        limits = {name: torch.finfo(gradients[name].dtype).max for name in self.bounds}
+        widest = torch.finfo(values.dtype).max
+        if all(limit >= widest for limit in limits.values()):
+            return
+        spans = (
+            [slice(*span) for span in self.bounds.values()] if isinstance(mean, Tensor) else self._spans(mean)
+        )
+        residual = self._tensors().get("residual")
+        for limit, here in zip(limits.values(), spans, strict=True):
+            bounded = values[here].clamp(-limit / scale, limit / scale)
+            excess = values[here] - bounded
+            if not bool(excess.any()):
+                continue
+            values[here] = bounded
+            if residual is not None:
+                places = here if isinstance(mean, Tensor) else mean.indices[here]
+                residual[places] += excess.to(residual)
+
+    def put_back(self, held: Mapping[str, Tensor], scale: float) -> None:
+        """Return means that will not be used to the residual: all ranks do, and the mean over them is the same."""
+        residual = self._tensors().get("residual")
+        if residual is not None:
+            for name in self.bounds.keys() & held.keys():
+                self._part(residual, name, held[name]).add_(held[name] / scale)
+
+    def _part(self, vector: Tensor, name: str, like: Tensor) -> Tensor:
+        begin, end = self.bounds[name]
+        return vector[begin:end].view(like.shape)
 
     def rollback(self) -> None:
         """Put the memory back to what it was before `compress`."""

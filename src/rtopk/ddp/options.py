@@ -16,13 +16,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from rtopk.aggregate import Mean, usual_mean
+from rtopk.aggregate import Mean, check_weights, usual_mean
 from rtopk.codec import Codec
 from rtopk.ddp.control import by_rank
 from rtopk.layout import DenseRule
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from rtopk.rivals import Dealt, RAgeK, Rule, Threshold
-from rtopk.schedule import Schedule, as_schedule
+from rtopk.schedule import Constant, Schedule, WarmUp, as_schedule, check_density
 from rtopk.select import usual
 from rtopk.transport import AllGather
 
@@ -36,6 +36,8 @@ MEMORIES: dict[str, Callable[[], Memory]] = {
 }
 BYTES = 8192  # of the description that is exchanged
 SHOWN = 200  # characters of one value in it; longer ones are cut and carry a hash
+# Where schedules are compared at registration. What differs between them shows in the step where it happens.
+ASKED = (*range(10), 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Options:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {clip_norm}")
         if weights is not None and len(weights) != nodes:
             raise ValueError(f"{nodes} ranks need as many weights, got {len(weights)}")
+        if weights is not None:
+            check_weights(weights)
         own_clip = getattr(made, "clip_norm", None)
         if others["scope"] == "bucket" and (clip_norm is not None or own_clip is not None):
             raise ValueError(
@@ -110,10 +114,20 @@ class Options:
         """Make the codec; its payloads have a size that follows from d and k alone."""
         return Codec(self.values, self.rounding, fingerprint, fixed=True, dense_size=dense_size)
 
+    @property
+    def settled_from(self) -> float:
+        """The step from which the density stays as it is; infinite where only the schedule knows."""
+        if isinstance(self.density, Constant):
+            return self.dense_steps
+        if isinstance(self.density, WarmUp) and self.counts == "steps":
+            return self.dense_steps + self.density.steps
+        return math.inf
+
     def describe(self) -> dict[str, str]:
         """Write every choice that the ranks must share as text."""
         return {
             "density": _densities(self.density),
+            "constant density": f"from step {self.settled_from}",
             "selector": _text(self.selector),
             "memory": _by_numbers(self.make_memory()),
             "values": f"{self.values}, {self.rounding}",
@@ -173,8 +187,8 @@ def compare(transport: AllGather, description: dict[str, str] | None, refusal: E
 
 def _densities(schedule: Schedule) -> str:
     """Say what a schedule says, not how it is written: it may be any function, and may end with the job."""
-    said = {0: schedule(0)}
-    for step in (*range(1, 2_000), 10_000, 100_000):
+    said = {0: check_density(schedule(0))}
+    for step in ASKED[1:]:
         try:
             said[step] = schedule(step)
         except Exception:
