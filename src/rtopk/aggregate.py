@@ -118,6 +118,11 @@ def _check(vectors: Sequence[SparseVector], mean: str, weights: Sequence[float] 
     if weights is not None:
         if len(weights) != len(vectors):
             raise ValueError(f"{len(vectors)} vectors need as many weights, got {len(weights)}")
-        if not all(0.0 <= w < float("inf") for w in weights) or not sum(weights) > 0.0:
-            raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")
+        check_weights(weights)
     return vectors[0].size
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Raise ValueError unless these can be the shares of nodes."""
+    if not all(0.0 <= w < float("inf") for w in weights) or not sum(weights) > 0.0:
+        raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")

@@ -6,7 +6,8 @@ rounding or quantisation lost stays here. After every step: sent + residual = wh
 refused changes nothing, to the bit.
 
 A memory of your own has `add`, `subtract`, `state_dict` and `load_state_dict`; the hook takes a step back through
-the last two. Two more are optional and save time there: `snapshot` with `restore`, and `put`.
+the last two. Optional, and faster there: `snapshot` with `restore`, and `put`. `snapshot_of`, `restore` and
+`give_back` below serve every memory.
 """
 
 import math
@@ -188,6 +189,8 @@ class MomentumCorrection:
     stale momentum.
     """
 
+    carries_momentum = True  # the optimizer must have none
+
     def __init__(
         self,
         momentum: float = 0.9,
@@ -237,6 +240,12 @@ class MomentumCorrection:
             self.velocity[sent.indices] = 0.0
         self._headroom.spend(residual, self.velocity)
 
+    def give_back(self, vector: SparseVector) -> None:
+        """Add to the residual what did not arrive; the velocity has moved on."""
+        residual = _held(self.residual, vector)
+        kernels.subtract_(residual, vector.indices, vector.values, -1.0)
+        self._headroom.forget()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of residual and velocity; empty before the first step."""
         return {name: tensor.clone() for name, tensor in self._tensors().items()}
@@ -263,6 +272,28 @@ class MomentumCorrection:
         if self.residual is None or self.velocity is None:
             return {}
         return {"residual": self.residual, "velocity": self.velocity}
+
+
+def give_back(memory: Memory, vector: SparseVector) -> None:
+    """Let a memory take in again what it gave up and nobody used."""
+    own = getattr(memory, "give_back", None)
+    if own is not None:
+        own(vector)
+    else:
+        memory.subtract(SparseVector(vector.indices, -vector.values, vector.size))
+
+
+def snapshot_of(memory: Memory) -> Mapping[str, Tensor]:
+    """Return what a memory holds, for `restore`; its tensors stay as they are until the next snapshot."""
+    own = getattr(memory, "snapshot", None)
+    found: Mapping[str, Tensor] = memory.state_dict() if own is None else own()
+    return found
+
+
+def restore(memory: Memory, snapshot: Mapping[str, Tensor]) -> None:
+    """Take a memory back to its last snapshot."""
+    own = getattr(memory, "snapshot", None) and getattr(memory, "restore", None)
+    (memory.load_state_dict if own is None else own)(snapshot)
 
 
 class _Headroom:

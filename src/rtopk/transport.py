@@ -38,17 +38,15 @@ class AllGather:
     """One node per process of torch.distributed; the payloads of a round have one size on all ranks.
 
     One collective per exchange, of a size that every rank knows: Gloo refuses uneven ones. Payloads travel on
-    the device that the backend carries: host memory for Gloo and MPI, the current accelerator for others.
+    `device`, which is that of the parameters, or through host memory where its backend is Gloo or MPI.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.nodes = dist.get_world_size(group)
         self.local = range(self.rank, self.rank + 1)
-        backend = dist.get_backend(group)
-        host = "gloo" in backend or "mpi" in backend
-        self.device = torch.device("cpu") if host else torch.device("cuda", torch.cuda.current_device())
+        self.device = carrier(dist.get_backend_config(group), device or torch.device("cpu"))
 
     def start(self, payload: Tensor) -> "Exchange":
         """Begin to send this process's payload and to receive everybody's."""
@@ -64,15 +62,35 @@ class AllGather:
         return self.start(payloads[0]).wait()
 
 
+def carrier(backends: str, device: torch.device) -> torch.device:
+    """Return the device on which a group with these backends carries the payloads of a device.
+
+    >>> carrier("cpu:gloo,cuda:nccl", torch.device("cuda", 1)), carrier("cpu:gloo,cuda:gloo", torch.device("cuda"))
+    (device(type='cuda', index=1), device(type='cpu'))
+    """
+    by_device = dict(pair.split(":") for pair in backends.split(","))
+    backend = by_device.get(device.type)
+    if backend in ("gloo", "mpi") or (backend is None and "cpu" in by_device):
+        return torch.device("cpu")
+    if backend is None:
+        raise ValueError(
+            f"the process group has no backend for {device.type} (it has {backends}); "
+            "pass the device of the parameters, or add a backend to init_process_group"
+        )
+    return device
+
+
 class Exchange:
     """A collective under way; keeps its buffers alive."""
 
     def __init__(self, work: dist.Work, payload: Tensor, arrived: Tensor) -> None:
         self.work = work
-        self.payload = payload
+        self.size = payload.numel()  # bytes
+        self.payload: Tensor | None = payload
         self.arrived = arrived  # (n, bytes)
 
     def wait(self) -> list[Tensor]:
         """Return the payloads of all ranks in rank order, once they are here."""
         self.work.wait()
+        self.payload = None  # it is among those that have arrived
         return list(self.arrived.unbind())

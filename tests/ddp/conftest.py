@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import ddp_scenarios_books as books
+import ddp_scenarios_cost as cost
 import ddp_scenarios_exact as exact
 import ddp_scenarios_faults as faults
 import ddp_scenarios_resume as resume
+import ddp_scenarios_steps as steps
 import ddp_scenarios_train as loop
 import pytest
 from ddp_launch import Results, launch
@@ -44,6 +47,14 @@ PAIR = [
     resume.distributed_checkpoint,
     loop.same_as_in_one_process,
     loop.stops_and_resumes,
+    steps.skip_is_one_step,
+    steps.second_backward,
+    steps.after_a_raise,
+    steps.openings,
+    steps.half_overflow,
+    books.books,
+    steps.riddles,
+    steps.densities_differ,
 ]
 
 
@@ -68,5 +79,17 @@ def fresh(shared: Path, pair: Results) -> Results:
 
 @pytest.fixture(scope="session")
 def four(shared: Path) -> Results:
-    """What four ranks found."""
-    return launch(shared, "four", 4, [resume.elastic])
+    """What four ranks found whose process group was made without naming a backend."""
+    return launch(
+        shared,
+        "four",
+        4,
+        [resume.elastic, resume.copied_over, cost.without_backend, cost.memory],
+        RTOPK_TEST_BACKEND="",
+    )
+
+
+@pytest.fixture(scope="session")
+def eight(shared: Path) -> Results:
+    """What eight ranks found."""
+    return launch(shared, "eight", 8, [cost.memory])

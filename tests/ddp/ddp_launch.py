@@ -17,15 +17,21 @@ Results = dict[str, list[dict[str, Any]]]  # scenario -> rank -> what it returne
 def environment(**extra: str) -> dict[str, str]:
     own = {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",
+        "MALLOC_MMAP_THRESHOLD_": "1000000",  # what is freed leaves the process, so that memory can be measured
     }
     return {**os.environ, **own, **extra}
 
 
 def launch(
-    folder: Path, tag: str, world: int, scenarios: list[Callable[..., Any]], timeout: float = 900
+    folder: Path,
+    tag: str,
+    world: int,
+    scenarios: list[Callable[..., Any]],
+    timeout: float = 900,
+    **variables: str,
 ) -> Results:
     """Run scenarios in `world` fresh processes and return what they returned."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +40,7 @@ def launch(
     with FileLock(str(folder / f"{tag}.lock")):
         done = folder / f"{tag}.done"
         if not done.exists():
-            _run(folder, store, world, names, timeout)
+            _run(folder, store, world, names, timeout, environment(**variables))
             done.touch()
     results: Results = {}
     for scenario in scenarios:
@@ -44,7 +50,9 @@ def launch(
     return results
 
 
-def _run(folder: Path, store: Path, world: int, names: list[str], timeout: float) -> None:
+def _run(
+    folder: Path, store: Path, world: int, names: list[str], timeout: float, variables: dict[str, str]
+) -> None:
     processes = []
     for rank in range(world):
         command = [
@@ -57,7 +65,7 @@ def _run(folder: Path, store: Path, world: int, names: list[str], timeout: float
             *names,
         ]
         with Path(f"{store}.{rank}.log").open("wb") as output:
-            processes.append(subprocess.Popen(command, env=environment(), stdout=output, stderr=output))
+            processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=output))
     try:
         for process in processes:
             process.wait(timeout)

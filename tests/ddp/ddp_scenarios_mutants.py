@@ -10,7 +10,8 @@ import torch
 from ddp_worker import Place
 
 import rtopk.ddp
-from rtopk import layout, top_k
+from rtopk import defaults, layout, top_k
+from rtopk.aggregate import RunningMean
 from rtopk.ddp import checkpoint, group, optimizers, rounds, state
 
 
@@ -45,12 +46,12 @@ def residuals_of_rank_0_for_all(at: Place) -> dict[str, Any]:
 
 def sum_instead_of_mean(at: Place) -> dict[str, Any]:
     """Bug 5: nobody divides by the world size."""
-    average = group.average
+    result = RunningMean.result
 
-    def total(vectors: Any, *how: Any) -> torch.Tensor:
-        return average(vectors, *how) * len(vectors)
+    def total(running: RunningMean) -> torch.Tensor:
+        return result(running) * running.nodes
 
-    with mock.patch.object(group, "average", total):
+    with mock.patch.object(RunningMean, "result", total):
         return exact.dense_phase_is_plain_ddp(at)
 
 

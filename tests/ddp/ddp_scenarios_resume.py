@@ -164,7 +164,25 @@ def distributed_checkpoint(at: Place) -> dict[str, Any]:
         dcp.save({"model": model.state_dict(), "rtopk": state.sharded()}, checkpoint_id=at.folder / "dcp")
         loaded = {"model": fresh_model.state_dict(), "rtopk": fresh.sharded()}
         dcp.load(loaded, checkpoint_id=at.folder / "dcp")
-    return {"saved": bits(state.state_dict()), "loaded": bits(fresh.state_dict()), "step": fresh.step}
+        found = {"saved": bits(state.state_dict()), "loaded": bits(fresh.state_dict()), "step": fresh.step}
+        # As it was written before there was a digest: the plain state under this rank's key.
+        plain = {fresh.sharded()._key: state.state_dict()}
+        dcp.save({"rtopk": plain}, checkpoint_id=at.folder / "dcp-old")
+        _, _, third = _start(at, "global", "error-feedback")
+        dcp.load({"rtopk": third.sharded()}, checkpoint_id=at.folder / "dcp-old")
+        found["old"] = bits(third.state_dict())
+        # One bit of this rank's residual.
+        before = bits(fresh.state_dict())
+        residual = state.state_dict()["memory"]["residual"]["0.weight"].numpy().tobytes()
+        path = next(p for p in (at.folder / "dcp").glob("*.distcp") if residual in p.read_bytes())
+        raw = path.read_bytes()
+        place = raw.index(residual) + 8
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+        dist.barrier()
+        damaged = {"model": fresh_model.state_dict(), "rtopk": fresh.sharded()}
+        found["flipped"] = attempt(dcp.load, damaged, checkpoint_id=at.folder / "dcp")
+        found["same"] = before == bits(fresh.state_dict())
+    return found
 
 
 def elastic(at: Place) -> dict[str, Any]:
@@ -203,6 +221,34 @@ def elastic(at: Place) -> dict[str, Any]:
         found["arrived"] = _apart(expected, arrived)
         found["size"] = float(expected.abs().max())
     dist.barrier()
+    return found
+
+
+def copied_over(at: Place) -> dict[str, Any]:
+    """Rank 1's file lies in the place of another rank's, and the number of ranks changes."""
+    groups = {size: dist.new_group(list(range(size))) for size in (2, 4)}
+    found: dict[str, Any] = {}
+    for old, new, victim in ((4, 2, 3), (2, 4, 0)):
+        folder = at.folder / "copied" / str(old)
+        if at.rank < old:
+            state = rtopk.ddp.register(wrap(net(), groups[old]), 0.05)
+            train(state.model, sgd(state.model), range(2), at.rank)
+            state.save(folder)
+        dist.barrier()
+        if at.rank == 0:
+            shutil.copy(folder / checkpoint.file_name(1, old), folder / checkpoint.file_name(victim, old))
+        dist.barrier()
+        if at.rank < new:
+            other = rtopk.ddp.register(wrap(net(), groups[new]), 0.05)
+            before = bits(other.state_dict())
+            said = attempt(other.load, folder)
+            found[f"{old} to {new}"] = [said, before == bits(other.state_dict())]
+        dist.barrier()
+    # What a framework keeps in one file: a rank that is there twice.
+    one = rtopk.ddp.register(wrap(net()), 0.05).state_dict()
+    states = [{**one, "rank": rank, "world_size": 2} for rank in (0, 0)]
+    alone = rtopk.ddp.register(wrap(net()), 0.05)
+    found["twice"] = attempt(checkpoint.scatter, alone, states)
     return found
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     warnings.simplefilter("error")
     place = Place(int(rank), int(world), Path(folder))
     dist.init_process_group(
-        "gloo",
+        os.environ.get("RTOPK_TEST_BACKEND", "gloo") or None,
         init_method=f"file://{store}",
         rank=place.rank,
         world_size=place.world,

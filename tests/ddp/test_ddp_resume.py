@@ -75,6 +75,28 @@ def test_torch_distributed_checkpoint_keeps_every_rank(pair: Results) -> None:
     assert two["saved"] == two["loaded"]
     assert one["saved"] != two["saved"]
     assert one["step"] == two["step"] == 2
+    for found in (one, two):
+        assert found["old"] == found["saved"], "a checkpoint without a digest must load"
+        assert "of the checkpoint is damaged: checksum is wrong" in found["flipped"]
+        assert found["same"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reader", "holds"),
+    [
+        ("4 to 2", 1, "rank 3 holds the state of rank 1 of 4"),
+        ("2 to 4", 0, "rank 0 holds the state of rank 1 of 2"),
+    ],
+)
+def test_every_rank_must_be_there_once(four: Results, change: str, reader: int, holds: str) -> None:
+    results = [found for found in clean(four, "copied_over") if change in found]
+    assert len(results) == int(change[-1])
+    assert holds in results[reader][change][0]
+    for found in results:
+        said, same = found[change]
+        assert said.startswith("StateError: ")
+        assert same
+        assert "part 1 of the checkpoint holds the state of rank 0 of 2" in found["twice"]
 
 
 @pytest.mark.parametrize("change", ["to_2", "to_3"])

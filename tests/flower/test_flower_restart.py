@@ -17,10 +17,10 @@ from flwr.serverapp.strategy import (
     Krum,
 )
 from harness import LocalGrid, initial, quadratic_app
-from rtopk.local.outer import Nesterov
 
 from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.flower import inner as known
+from rtopk.local.outer import Nesterov
 
 INNERS = {
     "FedAvg": (FedAvg, {}),

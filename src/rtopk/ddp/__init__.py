@@ -92,7 +92,7 @@ def register(
     attach: hand the hook to DDP; False leaves it to a framework that does so itself.
     """
     ddp = unwrap(model)
-    transport = AllGather(ddp.process_group)
+    transport = AllGather(ddp.process_group, next(ddp.parameters()).device)
     refusal: Exception | None = None
     description: dict[str, str] = {}
     try:

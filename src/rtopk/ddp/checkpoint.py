@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MAGIC = b"rtopk-state-1\n"
 DIGEST = 32  # bytes of blake2b
+DAMAGED = "checksum is wrong; use an older checkpoint"
 NAME = re.compile(r"rtopk-rank(\d+)-of-(\d+)\.state")
 KEYS = {"format", "rank", "world_size", "fingerprint", "seed", "step", "epoch", "memory"}
 
@@ -44,11 +45,14 @@ def save(state: Mapping[str, Any], directory: Path) -> Path:
     path = directory / file_name(state["rank"], state["world_size"])
     raw = pack(state)
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a write that failed
     return path
 
 
@@ -58,6 +62,41 @@ def read(path: Path) -> dict[str, Any]:
         return unpack(path.read_bytes())
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
+
+
+def read_rank(directory: Path, rank: int, size: int) -> dict[str, Any]:
+    """Read the file of a rank; StateError if it holds another's, so that every rank is read exactly once."""
+    path = directory / file_name(rank, size)
+    state = read(path)
+    _expect(state, rank, size, f"{path}: the file of rank {rank}")
+    return state
+
+
+def _expect(state: Mapping[str, Any], rank: int, size: int, what: str) -> None:
+    if (state.get("rank"), state.get("world_size")) != (rank, size):
+        raise StateError(
+            f"{what} holds the state of rank {state.get('rank')} of {state.get('world_size')}, expected rank "
+            f"{rank} of {size}; a residual would be lost and another counted twice, use an older checkpoint"
+        )
+
+
+def digest(state: object) -> str:
+    """Name the content of a state: tensors and numbers, in any nest of dictionaries."""
+    hashed = hashlib.blake2b(digest_size=DIGEST)
+
+    def feed(value: object) -> None:
+        if isinstance(value, Mapping):
+            for name in sorted(value):
+                hashed.update(repr(name).encode())
+                feed(value[name])
+        elif isinstance(value, Tensor):
+            hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            hashed.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        else:
+            hashed.update(repr(value).encode())
+
+    feed(state)
+    return hashed.hexdigest()
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -74,9 +113,7 @@ def unpack(raw: bytes) -> dict[str, Any]:
     if not raw.startswith(MAGIC):
         raise StateError("not a file of residuals written by rtopk")
     if hashlib.blake2b(raw[start:], digest_size=DIGEST).digest() != raw[len(MAGIC) : start]:
-        raise StateError(
-            f"truncated or damaged ({len(raw)} bytes, checksum is wrong); use an older checkpoint"
-        )
+        raise StateError(f"truncated or damaged ({len(raw)} bytes): {DAMAGED}")
     state: dict[str, Any] = torch.load(io.BytesIO(raw[start:]), weights_only=True, map_location="cpu")
     return state
 
@@ -153,9 +190,9 @@ def _own_share(own: "State", directory: Path) -> tuple[list[dict[str, Any]], int
     if not complete:
         have = {size: sorted(ranks) for size, ranks in found.items()} or "none"
         raise StateError(f"{directory} holds no complete set of states (files of ranks: {have})")
-    sets = {size: read(directory / file_name(own.rank % size, size)) for size in complete}
+    sets = {size: read_rank(directory, own.rank % size, size) for size in complete}
     size = max(complete, key=lambda size: (sets[size]["step"], size == own.world_size))
-    states = [read(directory / file_name(rank, size)) for rank in range(own.rank, size, own.world_size)]
+    states = [read_rank(directory, rank, size) for rank in range(own.rank, size, own.world_size)]
     for state in states or [sets[size]]:
         fits(state, own, any_rank=True)
     if not states:  # a rank that the old job did not have: it begins with nothing, from the same step
@@ -175,8 +212,6 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     """Join the states of old ranks into the one of a new rank; what the model will receive stays the same."""
     first = states[0]
     if first["world_size"] == world_size:
-        if first["rank"] != rank:
-            raise StateError(f"the file of rank {rank} holds the state of rank {first['rank']}")
         return dict(first)
     factor = world_size / first["world_size"]
     memory: dict[str, dict[str, Tensor]] = {
@@ -206,8 +241,9 @@ def gather(own: "State") -> list[dict[str, Any]] | None:
 
 def scatter(own: "State", states: Sequence[Mapping[str, Any]]) -> None:
     """Continue from the states of all ranks of a job, which every rank holds."""
-    for state in states:  # all of them, so that all ranks refuse alike
+    for rank, state in enumerate(states):  # all of them, so that all ranks refuse alike
         fits(state, own, any_rank=True)
+        _expect(state, rank, len(states), f"part {rank} of the checkpoint")
     mine = states[own.rank :: own.world_size]
     if not mine:
         memory = {
@@ -221,7 +257,8 @@ class Sharded:
     """A state whose keys carry the rank.
 
     torch.distributed.checkpoint takes tensors under the same key on several ranks for copies of each other
-    and keeps one; residuals are not.
+    and keeps one; residuals are not. It has no checksum, so a digest is saved beside them: in the field
+    `format`, because a checkpoint without the digest must still have every key that is asked for.
     """
 
     def __init__(self, state: "State") -> None:
@@ -229,13 +266,20 @@ class Sharded:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state under this rank's key."""
-        return {self._key: self.state.state_dict()}
+        state = self.state.state_dict()
+        return {self._key: {**state, "format": f"{FORMAT} {digest(state)}"}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's part."""
         if self._key not in state:
             raise StateError(f"the checkpoint holds nothing for {self._key}; it has {sorted(state)}")
-        self.state.load_state_dict(state[self._key])
+        part = dict(state[self._key])
+        version, _, expected = str(part.get("format")).partition(" ")
+        if version == str(FORMAT):
+            part["format"] = FORMAT
+        if expected and digest(part) != expected:
+            raise StateError(f"{self._key} of the checkpoint is damaged: {DAMAGED}")
+        self.state.load_state_dict(part)
 
     @property
     def _key(self) -> str:

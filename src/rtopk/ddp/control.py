@@ -1,8 +1,9 @@
 """The 40 bytes in front of every message: is this rank well, and are the ranks still at the same point?
 
 A rank that cannot send (its gradient is not finite) says so here, in a message of the usual size, so that all
-ranks learn it from the one collective of the step and act alike. The header also carries the step, the loss
-scale and, every `verify_every` steps, a hash of the weights.
+ranks learn it from the one collective of the step and act alike. The header also carries the step, its density,
+the loss scale and, every `verify_every` steps, a hash of the weights. The size of a message follows from the
+density, so where that may change a header of its own goes first: ranks that disagree learn it there.
 """
 
 import hashlib
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HEADER = struct.Struct("<4sBxxxIxxxxQdQ")  # magic, status, tensor, step, scale, weights
+HEADER = struct.Struct("<4sB3sQddQ")  # magic, status, tensor, step, density, scale, weights
 MAGIC = b"rTdd"
-FINE, NOT_FINITE, FAILED = range(3)
+FINE, NOT_FINITE, FAILED, HOLDS = range(4)  # HOLDS: fine, and gradients hold the mean of an earlier exchange
 SIZE = HEADER.size
 
 
 class RanksDisagree(RuntimeError):  # noqa: N818 -- says what happened
-    """The ranks are not at the same step, scale or weights."""
+    """The ranks are not at the same step, density, scale or weights."""
 
 
 class GradientNotFinite(RuntimeError):  # noqa: N818 -- says what happened
@@ -34,36 +35,51 @@ class Control:
     step: int
     status: int = FINE
     tensor: int = 0  # the parameter that is not finite, by its place in the layout
+    density: float = 0.0
     scale: float = 1.0
     weights: int = 0  # hash of the weights, 0 in steps without verification
 
     def pack(self) -> Tensor:
         """Write the header, (40,) uint8."""
-        raw = HEADER.pack(MAGIC, self.status, self.tensor, self.step, self.scale, self.weights)
+        tensor = self.tensor.to_bytes(3, "little")
+        raw = HEADER.pack(MAGIC, self.status, tensor, self.step, self.density, self.scale, self.weights)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, message: Tensor) -> "Control":
         """Read the header of a message."""
-        magic, status, tensor, step, scale, weights = HEADER.unpack(bytes(message[:SIZE].tolist()))
+        magic, status, tensor, *numbers = HEADER.unpack(bytes(message[:SIZE].tolist()))
         if magic != MAGIC:
             raise RanksDisagree(
                 f"a message starts with {magic!r} instead of {MAGIC!r}: another collective is mixed into "
                 "this one; issue collectives in the same order on all ranks"
             )
-        return cls(step, status, tensor, scale, weights)
+        step, density, scale, weights = numbers
+        return cls(step, status, int.from_bytes(tensor, "little"), density, scale, weights)
 
 
 def agree(controls: Sequence[Control]) -> None:
-    """Raise RanksDisagree unless all ranks are at the same step, scale and weights."""
+    """Raise RanksDisagree unless all ranks are at the same step, density, scale and weights."""
     for name, meaning in (
         ("step", "one rank went backward more often than another; resume all ranks from one checkpoint"),
+        (
+            "density",
+            "the ranks' schedules moved apart; call state.set_epoch with the same epoch on all ranks, "
+            "and let a schedule depend on its argument alone",
+        ),
         ("scale", "the ranks' GradScalers moved apart; resume all ranks from one checkpoint"),
         ("weights", "the replicas have drifted apart; restart from a checkpoint of before"),
     ):
         said = [getattr(control, name) for control in controls]
         if len(set(said)) > 1:
             raise RanksDisagree(f"{name} differs between ranks ({by_rank(said)}): {meaning}")
+    statuses = [control.status for control in controls]
+    if FINE in statuses and HOLDS in statuses:
+        holding = [rank for rank, status in enumerate(statuses) if status == HOLDS]
+        raise RanksDisagree(
+            f"gradients still hold the mean of the last exchange on rank {', '.join(map(str, holding))} only; "
+            "step, or clear gradients, on all ranks alike"
+        )
 
 
 def by_rank(values: Sequence[object]) -> str:

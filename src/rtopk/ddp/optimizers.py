@@ -1,7 +1,7 @@
-"""What the hook has to say when an optimizer steps, through torch's public hook before every step.
+"""What the hook does when an optimizer steps, through torch's public hook before every step.
 
 After a skipped round the gradients are NaN on all ranks, as plain DDP would leave them. Taking them away here
-makes the step do nothing: torch's optimizers pass over a parameter without gradient, so neither momentum nor
+makes that step do nothing: torch's optimizers pass over a parameter without gradient, so neither momentum nor
 weight decay moves it. A closure goes backward inside the step (Lightning always does), so it is followed there.
 And an optimizer with momentum of its own is refused beside momentum correction.
 """
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rtopk.ddp.written import use
 
 if TYPE_CHECKING:
     from rtopk.ddp.state import State
@@ -30,29 +32,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     for state in list(_states):
         if state.corrects_momentum:
             refuse_momentum(optimizer, state)
-    _drop_skipped(optimizer)
+    use(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure) or not _states:
         return None
 
     def followed() -> Any:
         loss = closure()
-        _drop_skipped(optimizer)
+        use(optimizer)
         return loss
 
     return (
         ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
     )
-
-
-def _drop_skipped(optimizer: Optimizer) -> None:
-    """Take the gradients of a skipped round away."""
-    for state in list(_states):
-        if state.skipping:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if state.owns(parameter):
-                        parameter.grad = None
 
 
 def refuse_momentum(optimizer: Optimizer, state: "State") -> None:

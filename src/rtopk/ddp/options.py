@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from rtopk import defaults
-from rtopk.aggregate import Mean
+from rtopk.aggregate import Mean, check_weights
 from rtopk.codec import Codec
 from rtopk.ddp.control import by_rank
 from rtopk.layout import DenseRule
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
-from rtopk.schedule import Schedule, as_schedule
-from rtopk.select import Rule
+from rtopk.schedule import Constant, Schedule, WarmUp, as_schedule, check_density
+from rtopk.select import Selector, as_rule
 from rtopk.transport import AllGather
 
 Scope = Literal["global", "bucket"]
@@ -36,6 +36,8 @@ MEMORIES: dict[str, Callable[[], Memory]] = {
 }
 BYTES = 8192  # of the description that is exchanged
 SHOWN = 200  # characters of one value in it; longer ones are cut and carry a hash
+# Where schedules are compared at registration. What differs between them shows in the step where it happens.
+ASKED = (*range(10), 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Options:
     """The choices of one registration; `register` describes them."""
 
     density: Schedule
-    selector: Rule
+    selector: Selector
     make_memory: Callable[[], Memory]
     values: str
     rounding: Literal["nearest", "stochastic"]
@@ -64,7 +66,7 @@ class Options:
         cls,
         nodes: int,
         density: float | Schedule,
-        selector: Rule | None,
+        selector: Selector | None,
         memory: str | Callable[[], Memory],
         **others: Any,
     ) -> "Options":
@@ -96,6 +98,8 @@ class Options:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {clip_norm}")
         if weights is not None and len(weights) != nodes:
             raise ValueError(f"{nodes} ranks need as many weights, got {len(weights)}")
+        if weights is not None:
+            check_weights(weights)
         own_clip = getattr(made, "clip_norm", None)
         if others["scope"] == "bucket" and (clip_norm is not None or own_clip is not None):
             raise ValueError(
@@ -112,10 +116,20 @@ class Options:
         """Make the codec; its payloads have a size that follows from d and k alone."""
         return Codec(self.values, self.rounding, fingerprint, fixed=True, dense_size=dense_size)
 
+    @property
+    def settled_from(self) -> float:
+        """The step from which the density stays as it is; infinite where only the schedule knows."""
+        if isinstance(self.density, Constant):
+            return self.dense_steps
+        if isinstance(self.density, WarmUp) and self.counts == "steps":
+            return self.dense_steps + self.density.steps
+        return math.inf
+
     def describe(self) -> dict[str, str]:
         """Write every choice that the ranks must share as text."""
         return {
             "density": _densities(self.density),
+            "constant density": f"from step {self.settled_from}",
             "selector": _text(self.selector),
             "memory": _by_numbers(self.make_memory()),
             "values": f"{self.values}, {self.rounding}",
@@ -132,7 +146,7 @@ class Options:
         }
 
 
-def refuse_selector(selector: Rule | None, nodes: int) -> None:
+def refuse_selector(selector: Selector | None, nodes: int) -> None:
     """Raise ValueError for a rule that the hook cannot serve."""
     if selector is None:
         return
@@ -142,8 +156,8 @@ def refuse_selector(selector: Rule | None, nodes: int) -> None:
         raise ValueError(f"{rule.label} sends another number of entries on every rank, and ranks exchange messages "
                          "of one size; use TopK, RTopK or Dealt")  # fmt: skip
     if rule.keeps_state:
-        raise ValueError(f"{rule.label} keeps a state, which the hook neither saves nor takes back when ranks skip a "
-                         "step; use RTopK or Dealt")  # fmt: skip
+        raise ValueError(f"{rule.label} keeps a state, which the hook neither saves nor takes back when ranks skip "
+                         "a step; use RTopK or Dealt")  # fmt: skip
 
 
 def compare(transport: AllGather, description: dict[str, str] | None, refusal: Exception | None) -> None:
@@ -177,8 +191,8 @@ def compare(transport: AllGather, description: dict[str, str] | None, refusal: E
 
 def _densities(schedule: Schedule) -> str:
     """Say what a schedule says, not how it is written: it may be any function, and may end with the job."""
-    said = {0: schedule(0)}
-    for step in (*range(1, 2_000), 10_000, 100_000):
+    said = {0: check_density(schedule(0))}
+    for step in ASKED[1:]:
         try:
             said[step] = schedule(step)
         except Exception:

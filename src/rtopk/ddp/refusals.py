@@ -1,5 +1,7 @@
 """What cannot work together with the hook, refused at registration with the reason."""
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -8,12 +10,26 @@ from torch.nn.parallel import DistributedDataParallel
 def unwrap(model: nn.Module) -> DistributedDataParallel:
     """Return the DDP module of what the user holds: itself, or what torch.compile made of it."""
     inner = getattr(model, "_orig_mod", model)
+    refuse_sharded(inner)
     if not isinstance(inner, DistributedDataParallel):
         raise TypeError(
             f"model must be a DistributedDataParallel, got {type(inner).__name__}; "
             "wrap it first: DistributedDataParallel(model)"
         )
     return inner
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise TypeError for a model with sharded parts, whichever FSDP made them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise TypeError(
+                f"{name or 'model'} is sharded with FSDP ({type(module).__name__}), which rtopk.ddp does not "
+                "support yet: it serves replicas; wrap the plain module in DistributedDataParallel if it fits on "
+                "one device, else train it without rtopk"
+            )
 
 
 def trainable(model: DistributedDataParallel) -> dict[str, Tensor]:
@@ -32,6 +48,11 @@ def refuse(model: DistributedDataParallel, attach: bool = True) -> None:
         raise ValueError(
             "DDP's own mixed_precision= installs a communication hook of its own; "
             "use torch.amp.autocast instead"
+        )
+    if model._use_python_reducer:
+        raise ValueError(
+            "this model was wrapped with torch._dynamo.config.optimize_ddp = 'python_reducer', which gives hooks "
+            "single gradients and no buckets; set it to 'ddp_optimizer' (the default) before you wrap the model"
         )
     if attach and model._comm_hooks:
         raise ValueError(

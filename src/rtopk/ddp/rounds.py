@@ -2,11 +2,13 @@
 
 A round collects the gradients of all buckets, sends one message (scope "global", at the last bucket) or one
 per bucket (scope "bucket", at once, while backward goes on), and ends at the last bucket: all ranks then know
-everything, and either all take the step or all skip it. Earlier buckets get an open Future that is completed
+everything, and either all take the step or all skip it. Earlier buckets return a pending Future that is completed
 there. Every collective is issued in the hook's body, in the order of the buckets, the same on all ranks.
+
+The size of a message follows from the density. Where that may change, a header goes first, at the first bucket, and
+messages follow once all ranks are known to have the same density.
 """
 
-import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +20,15 @@ from torch import Tensor
 
 from rtopk.codec import PayloadError
 from rtopk.ddp import control
-from rtopk.ddp.control import Control, GradientNotFinite
-from rtopk.ddp.group import Group
+from rtopk.ddp.control import Control
+from rtopk.ddp.group import Group, TensorNotFiniteError
+from rtopk.ddp.outcome import give_up, hear, judge, raise_after_backward, skip
 from rtopk.ddp.refusals import refuse_join
+from rtopk.ddp.written import mean_in
 from rtopk.transport import Exchange
 
 if TYPE_CHECKING:
     from rtopk.ddp.state import State
-
-log = logging.getLogger("rtopk")
 
 
 @dataclass
@@ -45,19 +47,21 @@ class Round:
     scale: float
     buckets: list[tuple["torch.futures.Future[Tensor]", Tensor]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # views of the buckets, by parameter
+    opening: Exchange | None = None  # of the headers that go first
+    opened: bool = False
     messages: list[Message] = field(default_factory=list)
     selection_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    held: dict[str, Tensor] = field(default_factory=dict)  # means of an earlier round, in these gradients too
     failure: Exception | None = None  # of this rank, to be raised when the others know
+    verdict: Exception | None = None  # what all ranks know before the first message: there will be none
 
 
 def take(state: "State", bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":  # type: ignore[name-defined]
     """Take a bucket's gradients, send what is ready, and end the round with the last bucket."""
     if bucket.index() == 0 or state.round is None:
         refuse_join(state.model)
-        state.round = Round(state.scale)
-        plain = state.scale == 1.0 and state.used is None and state.options.clip_norm is None
-        for group in state.groups:
-            group.begin(plain)
+        state.round = _begin(state)
     this = state.round
     buffer: Tensor = bucket.buffer()
     devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
@@ -66,6 +70,11 @@ def take(state: "State", bucket: dist.GradBucket) -> "torch.futures.Future[Tenso
     views = _views(state, bucket.parameters(), buffer)
     this.gradients.update(views)
     for name, gradient in views.items():
+        idle = state.used is not None and name not in state.used
+        mean = mean_in(state.parameters[name], idle)
+        if mean is not None:
+            this.held[name] = mean
+            gradient.sub_(mean)
         state.group_of[name].put(name, gradient)
     if state.options.scope == "bucket":
         _send(state, this, [state.group_of[name] for name in views])
@@ -75,6 +84,36 @@ def take(state: "State", bucket: dist.GradBucket) -> "torch.futures.Future[Tenso
             _send(state, this, state.groups)
         _finish(state, this)
     return future
+
+
+def _begin(state: "State") -> Round:
+    this = Round(state.scale)
+    plain = this.scale == 1.0 and state.used is None and state.options.clip_norm is None
+    for group in state.groups:
+        group.begin(plain)
+    density, status = 0.0, control.FINE
+    try:
+        density = state.ask()
+    except Exception as error:
+        this.failure, status = error, control.FAILED
+    if not state.settled:
+        this.opening = state.transport.start(Control(state.step, status, 0, density, this.scale).pack())
+    return this
+
+
+def _open(state: "State", this: Round) -> None:
+    """Wait for the headers that went first, if any, and learn whether messages can follow."""
+    if this.opened or this.opening is None:
+        return
+    this.opened = True
+    waiting = time.perf_counter()
+    headers = this.opening.wait()
+    this.exchange_seconds += time.perf_counter() - waiting
+    try:
+        hear(state, this, headers)
+        state.settled = state.step >= state.options.settled_from
+    except Exception as error:
+        this.verdict = error
 
 
 def _views(state: "State", parameters: Iterable[Tensor], buffer: Tensor) -> dict[str, Tensor]:
@@ -91,24 +130,27 @@ def _views(state: "State", parameters: Iterable[Tensor], buffer: Tensor) -> dict
 
 
 def _send(state: "State", this: Round, groups: list[Group]) -> None:
+    _open(state, this)
+    if this.verdict is not None:
+        return
     started = time.perf_counter()
     idle = set() if state.used is None else set(state.parameters) - state.used
-    status, culprit = control.FINE, 0
+    holds = any(name in this.held for group in groups for name in group.bounds)
+    status, culprit = control.HOLDS if holds else control.FINE, 0
     try:
         payloads = [group.compress(state.step, this.scale, idle, state.options.clip_norm) for group in groups]
     except Exception as error:
         # Whatever it is, the others wait for a message of this size: tell them there.
-        name = next((name for group in groups if (name := group.culprit())), None)
-        if name is None:
-            this.failure = error
-        status = control.FAILED if name is None else control.NOT_FINITE
-        culprit = 0 if name is None else state.layout.names.index(name)
         payloads = [group.blank(state.step) for group in groups]
+        if isinstance(error, TensorNotFiniteError):
+            status, culprit = control.NOT_FINITE, state.layout.names.index(error.name)
+        else:
+            status, this.failure = control.FAILED, error
     weights = 0
     every = state.options.verify_every
     if every and state.step % every == 0 and not this.messages:
         weights = control.hash_weights(state.parameters.values())
-    header = Control(state.step, status, culprit, this.scale, weights).pack()
+    header = Control(state.step, status, culprit, state.density(state.step), this.scale, weights).pack()
     message = torch.cat([header.to(payloads[0].device), *payloads])
     this.selection_seconds += time.perf_counter() - started
     sizes = [payload.numel() for payload in payloads]
@@ -117,7 +159,8 @@ def _send(state: "State", this: Round, groups: list[Group]) -> None:
 
 def _finish(state: "State", this: Round) -> None:
     started = time.perf_counter()
-    sparse = {group: group.is_sparse(state.step, state.world_size) for group in state.groups}
+    plain = this.failure is None and this.verdict is None and not this.held
+    sparse = {g: plain and g.is_sparse(state.step, state.world_size) for g in state.groups}
     try:
         for group in state.groups:
             if sparse[group]:
@@ -125,63 +168,38 @@ def _finish(state: "State", this: Round) -> None:
         waiting = time.perf_counter()
         arrived = [message.exchange.wait() for message in this.messages]  # [message][rank]
         waited = time.perf_counter() - waiting
-        refusal = _judge(state, this, arrived)
-        if refusal:
-            _skip(state, this, refusal)
-        else:
-            _average(state, this, arrived, sparse)
     except Exception:
         for group in state.groups:
             group.rollback()
         raise
+    try:
+        refusal = judge(state, this, arrived)
+        if refusal:
+            skip(state, this, refusal)
+        else:
+            _average(state, this, arrived, sparse)
+    except Exception as error:
+        give_up(state, this)
+        raise_after_backward(error)
+    else:
+        _measure(state, this, waited, time.perf_counter() - started - waited)
     if state.used is not None:
         state.used.clear()
-    sent = sum(message.exchange.payload.numel() for message in this.messages)
-    state.measure(
-        bytes_sent=sent,
-        bytes_received=sum(message.numel() for ranks in arrived for message in ranks) - sent,
-        selection_seconds=this.selection_seconds,
-        exchange_seconds=waited,
-        averaging_seconds=time.perf_counter() - started - waited,
-    )
     for future, buffer in this.buckets:
         future.set_result(buffer)
 
 
-def _judge(state: "State", this: Round, arrived: list[list[Tensor]]) -> str:
-    """Return why this round must be skipped, or nothing; raise if the ranks cannot go on."""
-    if this.failure is not None:
-        raise this.failure
-    reasons = []
-    for ranks in arrived:
-        controls = [Control.unpack(message) for message in ranks]
-        control.agree(controls)
-        for rank, said in enumerate(controls):
-            if said.status == control.FAILED:
-                raise RuntimeError(f"rank {rank} failed to compress in step {state.step}; see its error")
-            if said.status == control.NOT_FINITE:
-                name = state.layout.names[said.tensor]
-                reasons.append(f"the gradient of {name} is not finite on rank {rank}")
-    return "; ".join(reasons)
-
-
-def _skip(state: "State", this: Round, refusal: str) -> None:
-    state.refusal = f"step {state.step}: {refusal}"
-    if state.options.on_nonfinite == "raise":
-        raise GradientNotFinite(f"{state.refusal}; nothing was changed on any rank")
-    state.skips_in_a_row += 1
-    if state.skips_in_a_row >= state.options.max_skips:
-        raise GradientNotFinite(
-            f"{state.refusal}; {state.skips_in_a_row} rounds in a row could not be used, and max_skips is "
-            f"{state.options.max_skips}; nothing was changed on any rank"
-        )
-    for group in state.groups:
-        group.rollback()
-    for gradient in this.gradients.values():
-        gradient.fill_(float("nan"))  # what plain DDP would hand on; GradScaler counts on it
-    state.skipped += 1
-    state.skipping = True
-    log.warning("all ranks skip this step. %s", state.refusal)
+def _measure(state: "State", this: Round, waited: float, averaging: float) -> None:
+    exchanges = [message.exchange for message in this.messages]
+    exchanges += [this.opening] if this.opening is not None else []
+    sent = sum(exchange.size for exchange in exchanges)
+    state.measure(
+        bytes_sent=sent,
+        bytes_received=sum(exchange.arrived.numel() for exchange in exchanges) - sent,
+        selection_seconds=this.selection_seconds,
+        exchange_seconds=this.exchange_seconds + waited,
+        averaging_seconds=averaging,
+    )
 
 
 def _average(state: "State", this: Round, arrived: list[list[Tensor]], sparse: Mapping[Group, bool]) -> None:
@@ -194,9 +212,10 @@ def _average(state: "State", this: Round, arrived: list[list[Tensor]], sparse: M
                 mean = group.mean(payloads, sparse[group], state.options.mean, state.options.weights)
             except PayloadError as error:
                 raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
-            group.write(mean, this.scale, this.gradients)
+            group.write(mean, this.scale, this.gradients, this.held)
     for group in state.groups:
         group.commit()
+    state.written.note(state.parameters.values(), skipped=False)
     state.step += 1
     state.skipping = False
     state.skips_in_a_row = 0

@@ -19,8 +19,9 @@ from rtopk.ddp.options import Options
 from rtopk.ddp.refusals import joint_dtype, trainable
 from rtopk.ddp.rounds import Round
 from rtopk.ddp.stats import Stats, Writer, write
+from rtopk.ddp.written import Written
 from rtopk.layout import Layout
-from rtopk.memory import MomentumCorrection
+from rtopk.schedule import check_density
 from rtopk.seed import derive
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import AllGather
@@ -45,7 +46,7 @@ class State:
         self.step = 0  # rounds that were taken
         self.epoch = 0
         self.skipped = 0  # rounds that were skipped
-        self.skipping = False  # the last round was
+        self.skipping = False  # the last round was skipped, or raised: its gradients are NaN
         self.refusal = ""  # who was to blame, and why
         self.scaler = scaler
         self._scale = 1.0
@@ -56,11 +57,17 @@ class State:
         self.layout = Layout.of(self.parameters.items(), options.dense)
         self.groups = self._make_groups()
         self.group_of = {name: group for group in self.groups for name in group.layout.names}
-        self.corrects_momentum = any(isinstance(g.sparsifier.memory, MomentumCorrection) for g in self.groups)
+        self.corrects_momentum = any(
+            getattr(group.sparsifier.memory, "carries_momentum", False) for group in self.groups
+        )
         self.used: set[str] | None = None  # parameters that took part, where DDP lets some stay out
         if model.find_unused_parameters or model.static_graph:
             self._watch_use()
+        self.written = Written(self.parameters)
+        weakref.finalize(self, self.written.stop)
         self.round: Round | None = None  # under way
+        self._asked: tuple[int, float] | None = None  # a step, and what the schedule said about it
+        self.settled = options.settled_from == 0  # all ranks know that the density stays as it is
         self.skips_in_a_row = 0
         self.measured: dict[str, Any] = {}  # of the last round
         self._writer: tuple[Writer, int] | None = None
@@ -103,15 +110,23 @@ class State:
 
     def density(self, step: int) -> float:
         """Return the density of a step: 1 in the dense phase, then as scheduled."""
+        if self._asked is not None and self._asked[0] == step:
+            return self._asked[1]
         if step < self.options.dense_steps:
             return 1.0
         if self.options.counts == "epochs":
             return self.options.density(self.epoch)
         return self.options.density(step - self.options.dense_steps)
 
+    def ask(self) -> float:
+        """Return the density of the round that begins; a schedule is asked once a round."""
+        self._asked = None
+        self._asked = self.step, check_density(self.density(self.step))
+        return self._asked[1]
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the schedule the epoch, on all ranks alike; needed with counts='epochs' only."""
-        self.epoch = epoch
+        self.epoch, self._asked = epoch, None
 
     def set_scale(self, scale: float) -> None:
         """Tell by which factor losses are multiplied from now on, where register was given no `scaler`."""
@@ -166,7 +181,7 @@ class State:
 
     def residual_norm(self) -> float:
         """Return the norm of what this rank keeps back; 0 where nothing is kept."""
-        kept = [getattr(group.sparsifier.memory, "residual", None) for group in self.groups]
+        kept = [group.sparsifier.memory.state_dict().get("residual") for group in self.groups]
         norms = [torch.linalg.vector_norm(residual) for residual in kept if residual is not None]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
@@ -216,7 +231,8 @@ class State:
             group.commit()  # a round that was broken off is over
             group.sparsifier.memory.load_state_dict(memory)
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
-        self.skipping, self.skips_in_a_row, self.round = False, 0, None
+        self.skipping, self.skips_in_a_row, self.round, self._asked = False, 0, None, None
+        self.settled = self.options.settled_from == 0
         if self.used is not None:
             self.used.clear()
 

@@ -263,6 +263,7 @@ class RTopKStrategy(Strategy):
         """Go on from a state: start this strategy with arrays of the same model, whose values do not matter."""
         if self._returned is not None:
             raise ValueError("a strategy that has begun cannot load a state: make a new one")
+        state = state if "inner" in state else self._upgraded(state)
         flowers.load(self.inner, state["inner"])
         self.session, self.clock = state["session"], state["clock"] + LEAP
         self.last_round = state["round"]
@@ -270,13 +271,27 @@ class RTopKStrategy(Strategy):
         self._outer_state = dict(state["outer"])
         self._restored = state
 
+    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete a state of a version that kept neither the round nor the inner strategy's state."""
+        inner = flowers.save(self.inner)
+        if any(entry["state"] for entry in inner):
+            raise ValueError(
+                f"this state was saved by a version that did not keep what {type(self.inner).__name__} remembers: "
+                "start a new run from the model in state['versions']['model']"
+            )
+        accepted = state["intake"]["accepted"]
+        intake = {"accepted": accepted, "offered": [[state["intake"]["typical"]]]}
+        last = 1 + max(accepted.values(), default=-1)
+        return {**state, "round": last, "fingerprint": None, "roster": {"clients": {}}, "raw": {}, "inner": inner,
+                "intake": intake}  # fmt: skip
+
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if state["fingerprint"] != self.model.layout.fingerprint:
+        if state["fingerprint"] not in (self.model.layout.fingerprint, None):
             raise ValueError(
                 f"state is of model {state['fingerprint']:016x}, this one is {self.model.layout.fingerprint:016x}: "
                 "its arrays have other names or shapes"
             )
         self.versions.load_state_dict(state["versions"])
         self.intake.load_state_dict(state["intake"])
-        self._raw = {name: Array(np.asarray(tensor.numpy())) for name, tensor in state["raw"].items()}
+        self._raw |= {name: Array(np.asarray(tensor.numpy())) for name, tensor in state["raw"].items()}
         self._restored = None

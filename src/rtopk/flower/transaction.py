@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import PayloadError
-from rtopk.memory import Memory
+from rtopk.memory import give_back
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
 
@@ -91,7 +91,7 @@ class Transaction:
             )
             self._start_over(statement)
         elif self.pending is not None:
-            self._put_back(self.pending)
+            self._give_back(self.pending)
             self.pending = None
         self.session, self.clock = statement.session, statement.clock
         return heard
@@ -110,7 +110,7 @@ class Transaction:
         """Copy what was sent out of buffers that the next step uses again."""
         self._sent = SparseVector(sent.indices.clone(), sent.values.clone(), sent.size)
 
-    def _put_back(self, pending: Pending) -> None:
+    def _give_back(self, pending: Pending) -> None:
         """Add what was sent to the memory: as it was taken out, so that the payload need not be readable."""
         try:
             sent = pending.sent
@@ -119,7 +119,7 @@ class Transaction:
         except PayloadError as error:
             log.error("the payload of round %d cannot be decoded and is lost: %s", pending.round, error)
             return
-        put_back(self.sparsifier.memory, sent)
+        give_back(self.sparsifier.memory, sent)
 
     def _start_over(self, statement: Statement) -> None:
         self.sparsifier.memory.load_state_dict({})
@@ -160,12 +160,3 @@ class Transaction:
             pending["reply"].numpy().tobytes(),
             None if sent is None else SparseVector(*sent),
         )
-
-
-def put_back(memory: Memory, sent: SparseVector) -> None:
-    """Add to a memory what was taken out of it but did not arrive.
-
-    Subtracting the negative does it for every memory; one that masks velocity has masked these entries
-    already when they were sent.
-    """
-    memory.subtract(SparseVector(sent.indices, -sent.values, sent.size))

@@ -4,8 +4,9 @@
 one definite set, and the same one in every backend and for any number of threads.
 
 A backend serves one kind of tensor: `cpu` has compiled loops for fp32 in host memory, `torch` serves every other
-device and dtype (in `plain.py`: a file torch.py here would be taken for torch itself). `backend` chooses, and is the
-only place that asks what a tensor is; RTOPK_BACKEND=torch makes it choose that one always. All give the same bits.
+device and dtype (in `plain.py`: a file torch.py here would be taken for torch itself). `backend` chooses, and is
+the only place that asks what a tensor is; RTOPK_BACKEND=torch makes it choose that one always. All give the same
+bits.
 """
 
 import math
@@ -20,6 +21,17 @@ from rtopk.kernels import cpu, draws, plain
 from rtopk.kernels.search import Candidates, Picked, Search, quantiles, stride
 
 Words = Any  # bits in words of 64, or a function that returns them
+
+
+class NotFiniteError(ValueError):
+    """An entry is NaN or Inf; `index` is where the first one is."""
+
+    def __init__(self, name: str, value: float, index: int, size: int) -> None:
+        super().__init__(
+            f"{name} must be finite, got {value} at index {index} of {size}; "
+            "skip this step or lower the learning rate (nothing was changed)"
+        )
+        self.index = index
 
 
 class Backend(Protocol):
@@ -98,10 +110,7 @@ def require_finite(vector: Tensor, name: str) -> None:
     """Raise ValueError if an entry is NaN or Inf, naming the first one."""
     if reaches(vector, math.inf):
         bad = int((~vector.isfinite()).nonzero()[0, 0])
-        raise ValueError(
-            f"{name} must be finite, got {float(vector[bad])} at index {bad} of {vector.numel()}; "
-            "skip this step or lower the learning rate (nothing was changed)"
-        )
+        raise NotFiniteError(name, float(vector[bad]), bad, vector.numel())
 
 
 def accumulate_(

@@ -53,7 +53,8 @@ class LocalSGD:
         self.model = model
         self.local_steps = local_steps
         distributed = dist.is_available() and dist.is_initialized()
-        self.transport = AllGather(group) if distributed and dist.get_world_size(group) > 1 else None
+        several = distributed and dist.get_world_size(group) > 1
+        self.transport = AllGather(group, next(model.parameters()).device) if several else None
         self.rank = self.transport.rank if self.transport else 0
         self.world = self.transport.nodes if self.transport else 1
         self.layout = Layout.of(model, dense)
