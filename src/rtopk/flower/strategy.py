@@ -293,5 +293,6 @@ class RTopKStrategy(Strategy):
             )
         self.versions.load_state_dict(state["versions"])
         self.intake.load_state_dict(state["intake"])
-        self._raw |= {name: Array(np.asarray(tensor.numpy())) for name, tensor in state["raw"].items()}
+        saved = {name: Array(np.asarray(tensor.numpy())) for name, tensor in state["raw"].items()}
+        self._raw = {**self._raw, **saved}
         self._restored = None
