@@ -114,7 +114,7 @@ def test_drift_is_found_at_the_next_check(pair: Results) -> None:
         ("values", "values must be"),
         ("dealt", "Dealt must have nodes=2, one a rank, got 3"),
         ("threshold", "messages of one size"),
-        ("aged", "RAgeK keeps ages"),
+        ("aged", "RAgeK keeps a state"),
         ("clip_in_bucket", "use scope='global'"),
         ("momentum", "SGD has momentum=0.9: it would act twice"),
         ("momentum_in_step", "SGD has momentum=0.9: it would act twice"),
