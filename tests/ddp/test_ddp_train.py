@@ -23,7 +23,7 @@ def test_stop_and_resume_under_torchrun(pair: Results) -> None:
     for found in (one, two):
         assert found["stopped"] == "stopped after round 5 of 12"
         assert found["resumed"] == found["whole"]
-        assert found["files"] == ["checkpoint.pt", "events.jsonl", "record.json", "run.json"]
+        assert found["files"] == ["checkpoint.pt", "events.jsonl", "lock", "record.json", "run.json"]
         assert "nodes must be the number of processes, 2, got 3" in found["wrong"]
         assert "under torchrun powersgd does not run" in found["powersgd"]
     assert one["alone"] == one["whole"]
