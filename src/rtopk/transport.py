@@ -61,6 +61,26 @@ class AllGather:
             raise ValueError(f"expected the one payload of rank {self.rank}, got {len(payloads)}")
         return self.start(payloads[0]).wait()
 
+    def exchange_uneven(self, payload: Tensor) -> list[Tensor]:
+        """Exchange payloads whose sizes differ: sizes first, then all at the size of the longest."""
+        padded, sizes = self._padded(payload)
+        return [whole[:size] for whole, size in zip(self.start(padded).wait(), sizes, strict=True)]
+
+    def gather(self, payload: Tensor) -> list[Tensor] | None:
+        """Bring payloads whose sizes differ to rank 0, in host memory; None on the others."""
+        padded, sizes = self._padded(payload)
+        arrived = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
+        dist.gather(padded, arrived, group=self.group, group_dst=0)
+        return arrived and [whole[:size].cpu() for whole, size in zip(arrived, sizes, strict=True)]
+
+    def _padded(self, payload: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the payload at the size of the longest, where it travels, and the sizes of all ranks'."""
+        word = torch.tensor([payload.numel()]).view(torch.uint8)
+        sizes = [int(message.cpu().view(torch.int64)) for message in self.start(word).wait()]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: payload.numel()] = payload.to(self.device)
+        return padded, sizes
+
 
 def carrier(backends: str, device: torch.device) -> torch.device:
     """Return the device on which a group with these backends carries the payloads of a device.

@@ -21,7 +21,7 @@ from harness import initial, move, tensors
 from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.flower.intake import Intake
 from rtopk.flower.records import HEADER
-from rtopk.flower.store import unpack
+from rtopk.flower.store import FILE
 
 CLIENTS = ["faulty-file", "faulty-context", "away-file", "away-context"]
 ROUNDS = 14
@@ -167,7 +167,7 @@ def server_app(faults: bool = True, rounds: int = ROUNDS, clients: int = len(CLI
         ]
         replies = [r for r in grid.send_and_receive(wanted, timeout=timeout) if r.has_content()]
         states = {
-            r.content["who"]["client"]: unpack(r.content["state"]["s"].data, "reply")["transaction"]
+            r.content["who"]["client"]: FILE.unpack(r.content["state"]["s"].data, "reply")["transaction"]
             for r in replies
         }
         result = {

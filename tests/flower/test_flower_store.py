@@ -5,7 +5,8 @@ import multiprocessing
 import pytest
 import torch
 
-from rtopk.flower.store import FileStore, StateError
+from rtopk.flower.store import FileStore
+from rtopk.state_file import StateError
 
 
 def state(value=1.0):
@@ -45,7 +46,7 @@ def test_a_crash_in_the_middle_leaves_the_old_state(tmp_path, monkeypatch):
     def crash(number):
         raise OSError("no space left")
 
-    monkeypatch.setattr("rtopk.flower.store.os.fsync", crash)
+    monkeypatch.setattr("rtopk.state_file.os.fsync", crash)
     with pytest.raises(OSError, match="no space"):
         store.save(state(2.0))
     assert float(store.load()["vector"][0]) == 1.0

@@ -15,7 +15,6 @@ from torch import nn
 
 from rtopk import layout
 from rtopk.aggregate import Mean
-from rtopk.ddp.checkpoint import StateError
 from rtopk.ddp.control import GradientNotFinite, RanksDisagree
 from rtopk.ddp.optimizers import refuse_momentum, watch
 from rtopk.ddp.options import Counts, OnNonFinite, Options, Scope, compare
@@ -26,6 +25,7 @@ from rtopk.ddp.stats import Stats
 from rtopk.memory import Memory
 from rtopk.schedule import Schedule
 from rtopk.select import Rule
+from rtopk.state_file import StateError
 from rtopk.transport import AllGather
 
 __all__ = [

@@ -5,33 +5,24 @@ m, the mean over ranks makes the model receive 1/n of the residuals' sum from th
 one; so rank j of the new job takes (m / n) times the sum of the old ranks j, j + m, j + 2m, ...
 """
 
-import hashlib
-import io
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rtopk.ddp.control import by_rank
+from rtopk.state_file import Format, StateError, digest, write_atomically
 
 if TYPE_CHECKING:
     from rtopk.ddp.state import State
 
 FORMAT = 1
-MAGIC = b"rtopk-state-1\n"
-DIGEST = 32  # bytes of blake2b
-DAMAGED = "checksum is wrong; use an older checkpoint"
+FILE = Format(b"rtopk-state-1\n", 32, "use an older checkpoint")
 NAME = re.compile(r"rtopk-rank(\d+)-of-(\d+)\.state")
 KEYS = {"format", "rank", "world_size", "fingerprint", "seed", "step", "epoch", "memory"}
-
-
-class StateError(ValueError):
-    """A saved state cannot be used here; the message says why."""
 
 
 def file_name(rank: int, world_size: int) -> str:
@@ -41,27 +32,14 @@ def file_name(rank: int, world_size: int) -> str:
 
 def save(state: Mapping[str, Any], directory: Path) -> Path:
     """Write one rank's state so that a reader sees the old file or the new one, never half of one."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / file_name(state["rank"], state["world_size"])
-    raw = pack(state)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # of a write that failed
+    write_atomically(path, FILE.pack(state))
     return path
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a file of `save`; StateError if it is truncated, altered or something else."""
-    try:
-        return unpack(path.read_bytes())
-    except StateError as error:
-        raise StateError(f"{path}: {error}") from None
+    return FILE.unpack(path.read_bytes(), str(path))
 
 
 def read_rank(directory: Path, rank: int, size: int) -> dict[str, Any]:
@@ -78,44 +56,6 @@ def _expect(state: Mapping[str, Any], rank: int, size: int, what: str) -> None:
             f"{what} holds the state of rank {state.get('rank')} of {state.get('world_size')}, expected rank "
             f"{rank} of {size}; a residual would be lost and another counted twice, use an older checkpoint"
         )
-
-
-def digest(state: object) -> str:
-    """Name the content of a state: tensors and numbers, in any nest of dictionaries."""
-    hashed = hashlib.blake2b(digest_size=DIGEST)
-
-    def feed(value: object) -> None:
-        if isinstance(value, Mapping):
-            for name in sorted(value):
-                hashed.update(repr(name).encode())
-                feed(value[name])
-        elif isinstance(value, Tensor):
-            hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            hashed.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        else:
-            hashed.update(repr(value).encode())
-
-    feed(state)
-    return hashed.hexdigest()
-
-
-def pack(state: Mapping[str, Any]) -> bytes:
-    """Write a state as bytes: magic, checksum, torch.save."""
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    body = buffer.getvalue()
-    return MAGIC + hashlib.blake2b(body, digest_size=DIGEST).digest() + body
-
-
-def unpack(raw: bytes) -> dict[str, Any]:
-    """Read the bytes of `pack`, every claim checked."""
-    start = len(MAGIC) + DIGEST
-    if not raw.startswith(MAGIC):
-        raise StateError("not a file of residuals written by rtopk")
-    if hashlib.blake2b(raw[start:], digest_size=DIGEST).digest() != raw[len(MAGIC) : start]:
-        raise StateError(f"truncated or damaged ({len(raw)} bytes): {DAMAGED}")
-    state: dict[str, Any] = torch.load(io.BytesIO(raw[start:]), weights_only=True, map_location="cpu")
-    return state
 
 
 def fits(state: Mapping[str, Any], own: "State", *, any_rank: bool = False) -> None:
@@ -226,17 +166,9 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 
 def gather(own: "State") -> list[dict[str, Any]] | None:
     """Bring the states of all ranks to rank 0, for frameworks that write one file; None on the others."""
-    raw = torch.frombuffer(bytearray(pack(own.state_dict())), dtype=torch.uint8)
-    size = torch.tensor([raw.numel()]).view(torch.uint8)
-    sizes = [int(message.view(torch.int64)) for message in own.transport.exchange([size])]
-    device, group = own.transport.device, own.transport.group
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    padded[: raw.numel()] = raw.to(device)
-    arrived = [torch.empty_like(padded) for _ in sizes] if own.rank == 0 else None
-    dist.gather(padded, arrived, group=group, group_dst=0)
-    if arrived is None:
-        return None
-    return [unpack(bytes(part[:size].cpu().numpy())) for part, size in zip(arrived, sizes, strict=True)]
+    raw = torch.frombuffer(bytearray(FILE.pack(own.state_dict())), dtype=torch.uint8)
+    arrived = own.transport.gather(raw)
+    return None if arrived is None else [FILE.unpack(bytes(part.numpy())) for part in arrived]
 
 
 def scatter(own: "State", states: Sequence[Mapping[str, Any]]) -> None:
@@ -267,7 +199,7 @@ class Sharded:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state under this rank's key."""
         state = self.state.state_dict()
-        return {self._key: {**state, "format": f"{FORMAT} {digest(state)}"}}
+        return {self._key: {**state, "format": f"{FORMAT} {digest(state).hex()}"}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's part."""
@@ -277,8 +209,8 @@ class Sharded:
         version, _, expected = str(part.get("format")).partition(" ")
         if version == str(FORMAT):
             part["format"] = FORMAT
-        if expected and digest(part) != expected:
-            raise StateError(f"{self._key} of the checkpoint is damaged: {DAMAGED}")
+        if expected and digest(part).hex() != expected:
+            raise StateError(f"{self._key} of the checkpoint is damaged: checksum is wrong; {FILE.advice}")
         self.state.load_state_dict(part)
 
     @property

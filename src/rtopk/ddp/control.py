@@ -6,13 +6,14 @@ the loss scale and, every `verify_every` steps, a hash of the weights. The size 
 density, so where that may change a header of its own goes first: ranks that disagree learn it there.
 """
 
-import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rtopk.state_file import digest_bits
 
 HEADER = struct.Struct("<4sB3sQddQ")  # magic, status, tensor, step, density, scale, weights
 MAGIC = b"rTdd"
@@ -96,7 +97,4 @@ def by_rank(values: Sequence[object]) -> str:
 
 def hash_weights(tensors: Iterable[Tensor]) -> int:
     """Hash the bits of tensors to 64 bits, never 0."""
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") | 1
+    return int.from_bytes(digest_bits(*tensors, size=8), "little") | 1

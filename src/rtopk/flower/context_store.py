@@ -5,7 +5,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, Context
 
 from rtopk.flower.records import HEADER
-from rtopk.flower.store import pack, unpack
+from rtopk.flower.store import FILE
 
 CONTEXT_LIMIT = 4_000_000  # entries; Flower copies the whole context for every message
 
@@ -19,10 +19,10 @@ class ContextStore:
     def load(self) -> dict[str, Any] | None:
         """Return the state, None if there is none."""
         record = self.context.state.get(HEADER)
-        return unpack(record["state"].data, "context") if isinstance(record, ArrayRecord) else None
+        return FILE.unpack(record["state"].data, "context") if isinstance(record, ArrayRecord) else None
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state."""
-        data = pack(state)
+        data = FILE.pack(state)
         array = Array(dtype="uint8", shape=(len(data),), stype="rtopk.state", data=data)
         self.context.state[HEADER] = ArrayRecord({"state": array})

@@ -6,7 +6,6 @@ out stays at the server (it is the difference again in the next round). Both sid
 numbers, so they hold the same bits, and a digest in every message proves it.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rtopk.kernels import require_finite
 from rtopk.seed import generator
 from rtopk.select import Selector, TopK
 from rtopk.sparse import SparseVector
+from rtopk.state_file import digest_bits
 
 Kind = Literal["held", "deltas", "snapshot"]
 
@@ -37,11 +37,6 @@ class Update:
     version: int
     digest: bytes
     payloads: tuple[Tensor, ...]  # none if held, one of every entry if a snapshot
-
-
-def digest(vector: Tensor) -> bytes:
-    """Name the exact bits of a model."""
-    return hashlib.blake2b(vector.contiguous().numpy().data, digest_size=16).digest()
 
 
 class Versions:
@@ -72,7 +67,7 @@ class Versions:
             raise ValueError(f"need anchor_every >= 0 and history >= 1, got {anchor_every}, {history}")
         self.model = model.clone()
         self.version = 0
-        self.digest = digest(self.model)
+        self.digest = digest_bits(self.model)
         self.codec = Codec(values, fingerprint=fingerprint)
         self.density = density
         self.selector = TopK() if selector is None else selector
@@ -106,7 +101,7 @@ class Versions:
             model, back = target.clone(), torch.zeros(0)
         else:
             payload, model, back = self._approach(target, version)
-        self.model, self.back, self.version, self.digest = model, back, version, digest(model)
+        self.model, self.back, self.version, self.digest = model, back, version, digest_bits(model)
         self._snapshot = None
         if payload is None:
             self._deltas.clear()
@@ -156,7 +151,7 @@ class Versions:
                 f"state is of a model of {state['model'].numel()} entries, this one has {self.model.numel()}"
             )
         self.model, self.back, self.version = state["model"].clone(), state["back"].clone(), state["version"]
-        self.digest = digest(self.model)
+        self.digest = digest_bits(self.model)
         self._snapshot = None
         self._deltas.clear()
         self._deltas.extend((base, payload) for base, payload in state["deltas"])
@@ -177,9 +172,9 @@ def follow(held: Tensor | None, update: Update, *, size: int, fingerprint: int, 
                 model[sent.indices] = sent.values
             else:
                 model[sent.indices] += sent.values
-    if digest(model) != update.digest:
+    if digest_bits(model) != update.digest:
         raise OutOfStepError(
-            f"after {update.kind} to version {update.version} the model is {digest(model).hex()}, "
+            f"after {update.kind} to version {update.version} the model is {digest_bits(model).hex()}, "
             f"the server has {update.digest.hex()}"
         )
     return model

@@ -7,8 +7,6 @@ from the client id and the model, never from Flower's node id, which changes whe
 
 import fcntl
 import hashlib
-import io
-import os
 import struct
 import time
 from collections.abc import Iterator
@@ -16,14 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+from rtopk.state_file import Format, StateError, write_atomically
 
-HEAD = struct.Struct("<4sI16s")  # magic, version, checksum of the body
-MAGIC, VERSION = b"rTst", 1
-
-
-class StateError(ValueError):
-    """A stored state that cannot be used."""
+FILE = Format(struct.pack("<4sI", b"rTst", 1), 16, "delete it to start over")
 
 
 class Store(Protocol):
@@ -34,30 +27,6 @@ class Store(Protocol):
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state as a whole."""
-
-
-def pack(state: dict[str, Any]) -> bytes:
-    """Write a state as bytes with their checksum in front."""
-    buffer = io.BytesIO()
-    buffer.write(bytes(HEAD.size))
-    torch.save(state, buffer)
-    view = buffer.getbuffer()
-    HEAD.pack_into(view, 0, MAGIC, VERSION, _checksum(view[HEAD.size :]))
-    return bytes(view)
-
-
-def unpack(data: bytes, source: str) -> dict[str, Any]:
-    """Read what `pack` wrote."""
-    if len(data) < HEAD.size:
-        raise StateError(f"{source} has {len(data)} bytes, too few for a state; delete it to start over")
-    magic, version, checksum = HEAD.unpack_from(data)
-    if magic != MAGIC or version != VERSION:
-        raise StateError(f"{source} is not a state of version {VERSION}: {magic!r}, version {version}")
-    body = memoryview(data)[HEAD.size :]
-    if _checksum(body) != checksum:
-        raise StateError(f"{source} is damaged: its checksum is wrong; delete it to start over")
-    state: dict[str, Any] = torch.load(io.BytesIO(body), weights_only=True)
-    return state
 
 
 class FileStore:
@@ -73,20 +42,11 @@ class FileStore:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return None
-        return unpack(data, str(self.path))
+        return FILE.unpack(data, str(self.path))
 
     def save(self, state: dict[str, Any]) -> None:
         """Write beside, sync, rename."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(f".{os.getpid()}")
-        try:
-            with draft.open("wb") as file:
-                file.write(pack(state))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_atomically(self.path, FILE.pack(state))
 
     @contextmanager
     def locked(self, seconds: float = 600.0) -> Iterator[None]:
@@ -105,7 +65,3 @@ class FileStore:
                         ) from None
                     time.sleep(0.05)
             yield  # closing the file lets go of the lock
-
-
-def _checksum(data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()

@@ -18,7 +18,7 @@ from torch import Tensor
 from rtopk import defaults
 from rtopk.codec import Codec
 from rtopk.flower.context_store import CONTEXT_LIMIT, ContextStore
-from rtopk.flower.downlink import Kind, OutOfStepError, Update, digest, follow
+from rtopk.flower.downlink import Kind, OutOfStepError, Update, follow
 from rtopk.flower.intake import look_up
 from rtopk.flower.records import (
     HEADER,
@@ -30,13 +30,14 @@ from rtopk.flower.records import (
     the_arrays,
     with_header,
 )
-from rtopk.flower.store import StateError, Store
+from rtopk.flower.store import Store
 from rtopk.flower.transaction import Statement, Transaction
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule
 from rtopk.seed import derive
 from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
+from rtopk.state_file import StateError, digest_bits
 
 log = logging.getLogger("rtopk.flower")
 
@@ -146,7 +147,7 @@ class Visit:
     def _follow(self, model: Model, held: Tensor | None) -> Tensor:
         header = self.header
         payloads = tuple(as_tensor(data) for data in payload_bytes(the_arrays(self.message.content)[1]))
-        if held is not None and digest(held) == as_bytes(header["digest"]):
+        if held is not None and digest_bits(held) == as_bytes(header["digest"]):
             return held  # whatever came with the message, this is the model it leads to
         kind = cast(Kind, header["kind"])
         base, version = as_int(header["base"]), as_int(header["version"])

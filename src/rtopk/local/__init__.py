@@ -5,7 +5,6 @@ and the outer optimizer steps from the common weights (see `outer`). This is the
 cluster: the paper's with `sgd`, DiLoCo with `nesterov`, SparseLoCo with `sparseloco`.
 """
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from rtopk.memory import Memory
 from rtopk.schedule import Schedule
 from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
+from rtopk.state_file import digest_bits
 from rtopk.transport import AllGather
 
 
@@ -101,16 +101,12 @@ class LocalSGD:
         """Return the payloads of all ranks; they differ in size, so sizes go first."""
         if self.transport is None:
             return [payload]
-        sizes = [int(size) for size in self.transport.exchange([torch.tensor([payload.numel()])])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: payload.numel()] = payload
-        everyone = self.transport.exchange([padded])
-        return [whole[:size].cpu() for whole, size in zip(everyone, sizes, strict=True)]
+        return [whole.cpu() for whole in self.transport.exchange_uneven(payload)]
 
     def _check_common(self) -> None:
         if self.transport is None:
             return
-        name = hashlib.blake2b(self.common.numpy().data, digest_size=16).digest()
+        name = digest_bits(self.common)
         names = self.transport.exchange([torch.frombuffer(bytearray(name), dtype=torch.uint8)])
         different = sum(not torch.equal(other, names[0]) for other in names)
         if different:

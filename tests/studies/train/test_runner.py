@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rtopk.studies.train.records import append, locked, read, write_atomically
+from rtopk.state_file import write_atomically
+from rtopk.studies.train.records import append, locked, read
 
 
 def until(true, seconds=90.0):

@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rtopk.state_file import write_atomically
 from rtopk.studies.federation.app import client_app, server_app
 from rtopk.studies.federation.deployment import OFFLINE, Fleet, FleetError, certificates, write_app
 from rtopk.studies.federation.options import Federation
 from rtopk.studies.federation.proxy import CountingProxy
-from rtopk.studies.train.records import write_atomically
 
 Progress = Callable[[int], None]
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from rtopk.state_file import write_atomically
 from rtopk.studies.train.command import command
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Diverged, Run, device
 from rtopk.studies.train.processes import ProcessRun, launched, leads
-from rtopk.studies.train.records import Record, append, digest, environment, write_atomically
+from rtopk.studies.train.records import Record, append, digest, environment
 from rtopk.studies.train.tensorboard import event_file
 
 CHECKPOINT_SECONDS = 30.0

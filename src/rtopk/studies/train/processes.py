@@ -160,16 +160,12 @@ def _read(raw: bytes) -> dict[str, Any]:
 
 
 class UnevenGather(AllGather):
-    """An exchange of payloads whose sizes differ: sizes first, then all at the size of the longest."""
+    """An exchange of payloads whose sizes differ."""
 
     def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
         """Send the payload of this process, return those of all ranks in rank order."""
         (payload,) = payloads
-        word = torch.tensor([payload.numel()]).view(torch.uint8)
-        sizes = [int(message.view(torch.int64)) for message in super().exchange([word])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=payload.device)
-        padded[: payload.numel()] = payload
-        return [message[:size] for message, size in zip(super().exchange([padded]), sizes, strict=True)]
+        return self.exchange_uneven(payload)
 
 
 class _Buffers:

@@ -6,7 +6,6 @@ that a table or a picture can be made from the file alone and every row can be r
 
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rtopk.state_file import digest_bits
 
 Record = dict[str, Any]
 
@@ -41,8 +42,7 @@ def environment() -> dict[str, str | int]:
 
 def digest(vector: Tensor) -> str:
     """Name the exact bits of a vector; equal weights have equal digests on every machine."""
-    data = vector.detach().cpu().contiguous().numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+    return digest_bits(vector).hex()
 
 
 @contextmanager
@@ -137,21 +137,6 @@ def score(record: Record) -> float:
     if math.isnan(value) or record.get("diverged"):
         return -math.inf
     return value if record["higher_is_better"] else -value
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file as a whole, so that a reader or a crash never meets half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:  # a full disk, or Ctrl-C
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def _version(package: str) -> str:

@@ -23,9 +23,9 @@ def demo(
     batch) and the federated one (one round per local epoch), and what each
     sent; then a page to look at. About two minutes on two cores.
     """
+    from rtopk.state_file import write_atomically
     from rtopk.studies.train import demo as experiment
     from rtopk.studies.train.picture import score_against_bytes
-    from rtopk.studies.train.records import write_atomically
     from rtopk.studies.train.runner import run_all
     from rtopk.studies.train.summary import summarise
     from rtopk.studies.train.tensorboard import VARIABLE

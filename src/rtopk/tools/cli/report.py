@@ -14,7 +14,7 @@ def report(
 
     It opens from disk, needs no network, and stays readable without scripts.
     """
-    from rtopk.studies.train.records import write_atomically
+    from rtopk.state_file import write_atomically
     from rtopk.tools.report.inputs import read
     from rtopk.tools.report.page import Page
     from rtopk.tools.show.terminal import console, print_json
