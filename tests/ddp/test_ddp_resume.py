@@ -24,7 +24,7 @@ def test_a_state_moves_between_scopes(pair: Results) -> None:
     ("name", "rank_0", "rank_1"),
     [
         ("truncated", "rank 1 could not read its state", "truncated or damaged"),
-        ("empty", "rank 1 could not read its state", "not a file of residuals"),
+        ("empty", "rank 1 could not read its state", "not a state written by rtopk"),
         ("flipped", "rank 1 could not read its state", "truncated or damaged"),
         ("swapped", "rank 1 could not read its state", "the file of rank 1 holds the state of rank 0"),
         (

@@ -88,9 +88,22 @@ class Group:
                 if spans
                 else self.sparsifier.compress(gradient, step)
             )
-        except NotFiniteError as error:
-            name = next(name for name, (_, end) in self.bounds.items() if error.index < end)
+        except ValueError as error:
+            name = self._not_finite(error)
+            if name is None:
+                raise
             raise TensorNotFiniteError(name) from error
+
+    def _not_finite(self, error: ValueError) -> str | None:
+        """Return the tensor that an error is about; a memory from elsewhere may not say that it is about one."""
+        if isinstance(error, NotFiniteError):
+            index = error.index
+        else:
+            bad = (~self._gradient.isfinite()).nonzero()
+            if not bad.numel():
+                return None
+            index = int(bad[0, 0])
+        return next(name for name, (_, end) in self.bounds.items() if index < end)
 
     def _compress_without(self, spans: list[tuple[int, int]], gradient: Tensor, step: int) -> Tensor:
         """Compress while the memory of some spans is set aside."""

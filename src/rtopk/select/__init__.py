@@ -6,10 +6,11 @@ All of them choose from finite vectors, as a memory returns them. docs/rivals.md
 from rtopk.select.age import RAgeK
 from rtopk.select.dealt import Dealt
 from rtopk.select.family import RandomK, RTopK, TopK, draw, draw_largest, random_k, rtop_k, top_k
-from rtopk.select.rule import Rule, Selector, as_rule
+from rtopk.select.rule import METHODS, Rule, Selector, as_rule
 from rtopk.select.threshold import Threshold
 
 __all__ = [
+    "METHODS",
     "Dealt",
     "RAgeK",
     "RTopK",

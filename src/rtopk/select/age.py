@@ -12,7 +12,7 @@ from rtopk.select.rule import Rule
 
 
 @dataclass(frozen=True)
-class RAgeK(Rule):
+class RAgeK(Rule, method="rage-k"):
     """Send, of the r largest entries, the k that this node has not sent for longest.
 
     Among those that have waited equally long (all, at first) the larger goes first, and of equal ones that of
@@ -25,6 +25,11 @@ class RAgeK(Rule):
 
     def __post_init__(self) -> None:
         self.among(1, 1)
+
+    @classmethod
+    def for_run(cls, nodes: int, r_over_k: float = 0.0, threshold: float = 0.0) -> "RAgeK":
+        """Make the rule for a run."""
+        return cls(r_over_k=r_over_k) if r_over_k else cls(nodes=nodes)
 
     def among(self, k: int, d: int) -> int:
         """Return r, the number of entries of which the longest waiting are sent."""

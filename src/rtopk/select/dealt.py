@@ -15,7 +15,7 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitm
 
 
 @dataclass(frozen=True)
-class Dealt(Rule):
+class Dealt(Rule, method="dealt-k"):
     """Send the k largest of the entries that this node was dealt.
 
     In round t entry j belongs to node hash(seed, t, j) mod n, which every node works out for itself. So the n
@@ -30,6 +30,11 @@ class Dealt(Rule):
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise ValueError(f"nodes must be at least 1, got {self.nodes}")
+
+    @classmethod
+    def for_run(cls, nodes: int, r_over_k: float = 0.0, threshold: float = 0.0) -> "Dealt":
+        """Make the rule for a run."""
+        return cls(nodes)
 
     def owner(self, positions: Tensor, seed: int, step: int) -> Tensor:
         """Return the node to which each position belongs in a round."""

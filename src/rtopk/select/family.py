@@ -100,7 +100,7 @@ class _Family(Rule):
 
 
 @dataclass(frozen=True)
-class TopK(_Family):
+class TopK(_Family, method="top-k"):
     """Send the k largest entries: rTop-k with r = k."""
 
     def considered(self, k: int, d: int) -> int:
@@ -113,7 +113,7 @@ class TopK(_Family):
 
 
 @dataclass(frozen=True)
-class RandomK(_Family):
+class RandomK(_Family, method="random-k"):
     """Send k entries drawn from all: rTop-k with r = d."""
 
     def considered(self, k: int, d: int) -> int:
@@ -122,7 +122,7 @@ class RandomK(_Family):
 
 
 @dataclass(frozen=True)
-class RTopK(_Family):
+class RTopK(_Family, method="rtop-k"):
     """Send k entries drawn from the r largest, with r = `r_over_k` times k, at most d.
 
     Give `r_over_k`, or `nodes` for the paper's choice k / r = 1 / n: an entry that is among the r largest
@@ -139,6 +139,11 @@ class RTopK(_Family):
             )
         if self._factor < 1 or not math.isfinite(self._factor):
             raise ValueError(f"r / k must be a number of at least 1, got {self._factor}")
+
+    @classmethod
+    def for_run(cls, nodes: int, r_over_k: float = 0.0, threshold: float = 0.0) -> "RTopK":
+        """Make the rule for a run."""
+        return cls(r_over_k=r_over_k) if r_over_k else cls(nodes=nodes)
 
     @property
     def _factor(self) -> float:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+METHODS: dict[str, type["Rule"]] = {}  # by name; a rule adds itself
+
 
 class Selector(Protocol):
     """Choose k positions of a vector, ascending: all that is asked of a rule from elsewhere."""
@@ -19,23 +21,35 @@ class Selector(Protocol):
 
 
 class Rule:
-    """A selection rule, as a value that many nodes may share; `at_node` gives each node what is its own."""
+    """A selection rule, as a value that many nodes may share; `at_node` gives each node what is its own.
 
+    `class Mine(Rule, method="mine-k")` makes it a method of the command line and of the studies, too.
+    """
+
+    method = ""  # its name there
     sends_k = (
         True  # exactly as many entries as are asked for, so that messages have a size that all ranks know
     )
     keeps_state = False  # what it chooses depends on what was sent before
     needs_all_nodes = False  # it counts on every node to take part in every round
 
-    def __init_subclass__(cls, **others: Any) -> None:
+    def __init_subclass__(cls, method: str = "", **others: Any) -> None:
         super().__init_subclass__(**others)
+        if method:
+            cls.method = method
+            METHODS[method] = cls
         if "select" in vars(cls) and "considered" not in vars(cls):
             # Its choice is its own, whatever it inherits.
             cls.considered = Rule.considered  # type: ignore[method-assign]
 
+    @classmethod
+    def for_run(cls, nodes: int, r_over_k: float = 0.0, threshold: float = 0.0) -> "Rule":
+        """Make the rule for a run of so many nodes from the options of the command line (r_over_k 0: default)."""
+        return cls()
+
     @property
     def label(self) -> str:
-        """What tables and pictures call it."""
+        """What messages call it."""
         return type(self).__name__
 
     def considered(self, k: int, d: int) -> int | None:

@@ -10,7 +10,7 @@ from rtopk.select.rule import Rule
 
 
 @dataclass(frozen=True)
-class Threshold(Rule):
+class Threshold(Rule, method="threshold"):
     """Send every entry whose magnitude is at least `limit`: few in one round, many in another.
 
     The number asked for has no influence, but for one case: all of them (density 1, as in a dense phase at
@@ -23,6 +23,11 @@ class Threshold(Rule):
     def __post_init__(self) -> None:
         if not 0.0 < self.limit < math.inf:
             raise ValueError(f"limit must be positive and finite, got {self.limit}")
+
+    @classmethod
+    def for_run(cls, nodes: int, r_over_k: float = 0.0, threshold: float = 0.0) -> "Threshold":
+        """Make the rule for a run."""
+        return cls(threshold)
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return the positions at or above the limit, ascending."""

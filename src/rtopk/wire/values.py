@@ -1,8 +1,8 @@
 """The values of a payload: one value form, named in the header, and its bytes.
 
 A form writes and reads one section of values at a byte of an array; a payload has a section for the values
-at chosen positions and one for those of the dense tail, whose magnitudes differ. A form is added by adding
-a class to FORMS at the end: the number in the header is the place in that list.
+at chosen positions and one for those of the dense tail, whose magnitudes differ. The number of a form in the
+header is its place in FORMS. A form of your own is added by `add_form`, in the same order in every process.
 """
 
 import sys
@@ -272,12 +272,17 @@ class Levels:
         return bool(read_levels(data, at, self.bits, out) == 0)
 
 
-FORMS: tuple[Form, ...] = (
-    Float32(),
-    Half(),
-    BFloat(),
-    Int8(),
-    Levels("4bit", 4),
-    Levels("2bit", 2),
-)
-BY_NAME = {form.name: number for number, form in enumerate(FORMS)}
+FORMS: list[Form] = []
+BY_NAME: dict[str, int] = {}
+
+
+def add_form(form: Form) -> None:
+    """Let codecs write and read values in a form, by its name."""
+    if form.name in BY_NAME:
+        raise ValueError(f"there is a value form {form.name!r} already; choose another name")
+    BY_NAME[form.name] = len(FORMS)
+    FORMS.append(form)
+
+
+for _form in (Float32(), Half(), BFloat(), Int8(), Levels("4bit", 4), Levels("2bit", 2)):
+    add_form(_form)

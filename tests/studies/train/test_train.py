@@ -12,7 +12,7 @@ from rtopk.seed import generator
 from rtopk.studies.tasks.catalogue import digits
 from rtopk.studies.tasks.classify import Classification
 from rtopk.studies.tasks.shards import Examples
-from rtopk.studies.train.config import ADDED, METHODS, Config
+from rtopk.studies.train.config import ADDED, Config, methods
 from rtopk.studies.train.execute import Interrupted, execute
 from rtopk.studies.train.loop import Run, seeded
 from rtopk.studies.train.records import append, digest, read
@@ -37,7 +37,7 @@ def normed_task():
 
 
 @pytest.mark.parametrize("setting", ["distributed", "federated"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_same_seed_same_bits_other_seed_other_bits(method, setting):
     config = dataclasses.replace(SMALL, method=method, setting=setting, rounds=4, **NEEDED.get(method, {}))
     first = weights(config)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rtopk.local.outer import by_name
 from rtopk.memory import Memory
-from rtopk.studies.train.config import RULES, Config, option
+from rtopk.studies.train.config import Config, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Federation:
     def __post_init__(self) -> None:
         if self.config.setting != "federated":
             raise ValueError(f"setting must be federated, got {self.config.setting!r}")
-        rule = self.config.make_selector() if self.config.method in RULES else None
+        rule = None if self.config.method == "powersgd" else self.config.make_selector()
         if rule is None or rule.keeps_state or rule.needs_all_nodes or not rule.sends_k:
             raise ValueError(
                 "under Flower, where clients come and go, method must be one of dense, top-k, random-k and rtop-k, "

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -15,7 +14,8 @@ from rtopk.codec import Codec
 from rtopk.layout import Layout, nothing, one_dimensional
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from rtopk.schedule import Schedule, check_density, constant, warm_up
-from rtopk.select import Dealt, RAgeK, RandomK, RTopK, Rule, Threshold, TopK
+from rtopk.select import METHODS as RULES
+from rtopk.select import Rule
 from rtopk.studies.train.powersgd import LowRank
 
 Setting = Literal["distributed", "federated"]
@@ -24,17 +24,13 @@ RateSchedule = Literal["constant", "cosine", "piecewise", "zaremba"]
 Split = Literal["iid", "contiguous", "dirichlet", "class"]
 Part = Literal["test", "validation"]
 
-# The rule of each method; "dense" is top-k of everything, and powersgd sends matrices instead of entries.
-RULES: dict[str, Callable[["Config"], Rule]] = {
-    "dense": lambda config: TopK(),
-    "top-k": lambda config: TopK(),
-    "random-k": lambda config: RandomK(),
-    "rtop-k": lambda config: RTopK(**config.considered),
-    "rage-k": lambda config: RAgeK(**config.considered),
-    "dealt-k": lambda config: Dealt(config.nodes),
-    "threshold": lambda config: Threshold(config.threshold),
-}
-METHODS = (*RULES, "powersgd")
+
+# "dense" is top-k of everything, and powersgd sends matrices instead of entries; all others are rules.
+def methods() -> tuple[str, ...]:
+    """Name every method, rules from elsewhere among them."""
+    return ("dense", *RULES, "powersgd")
+
+
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
 ADDED = {"threshold": 0.0, "matrix_rank": 0}
 
@@ -49,7 +45,7 @@ class Config:
     """Describe one run. Rounds, batches and densities are per node and round."""
 
     task: str = option("digits", "What to learn, e.g. digits, cifar10-small, ptb-small.")
-    method: str = option("rtop-k", f"One of {', '.join(METHODS)}.")
+    method: str = option("rtop-k", f"One of {', '.join(methods())}.")
     setting: Setting = option("distributed", "distributed (a round per batch) or federated.")
     seed: int = option(0, "The same seed repeats a run to the bit.")
     nodes: int = option(5, "Number of nodes.")
@@ -83,7 +79,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("method", METHODS),
+            ("method", methods()),
             ("setting", get_args(Setting)),
             ("memory", get_args(MemoryName)),
             ("mean", get_args(Mean)),
@@ -132,18 +128,14 @@ class Config:
             )
 
     @property
-    def considered(self) -> dict[str, Any]:
-        """Return how r follows from k, as selectors take it."""
-        return {"r_over_k": self.r_over_k} if self.r_over_k else {"nodes": self.nodes}
-
-    @property
     def corrects_momentum(self) -> bool:
         """Say whether the nodes, not the centre, carry the momentum."""
         return self.memory == "momentum-correction"
 
     def make_selector(self) -> Rule:
         """Build the rule for which entries are sent."""
-        return RULES[self.method](self)
+        rule = RULES["top-k" if self.method == "dense" else self.method]
+        return rule.for_run(self.nodes, self.r_over_k, self.threshold)
 
     def make_memory(self) -> Memory:
         """Build one node's memory."""

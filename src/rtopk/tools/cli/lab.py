@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtopk.studies.train.config import METHODS, Config
+from rtopk.studies.train.config import Config, methods
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -166,7 +166,7 @@ def convergence(
 @app.command()
 def inspect(
     task: str = typer.Option(_DEFAULT.task, help="A task of `rtopk train`."),
-    method: str = typer.Option("dense", help=f"How the run itself trains: {', '.join(METHODS)}."),
+    method: str = typer.Option("dense", help=f"How the run itself trains: {', '.join(methods())}."),
     at: list[int] = typer.Option([0, 20, 60], help="Rounds to look at; repeat for several."),
     nodes: int = typer.Option(_DEFAULT.nodes, help="Number of nodes."),
     batch: int = typer.Option(_DEFAULT.batch, help="Examples per node and step."),
