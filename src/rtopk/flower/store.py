@@ -1,8 +1,8 @@
 """Where a client keeps its state between messages: a file that survives the client, or Flower's context.
 
-A state is a dict of tensors and plain values. A file is written beside the old one, synced and renamed, so a
-crash leaves one or the other, whole; a checksum guards against everything else. The name of the file comes
-from the client id and the model, never from Flower's node id, which changes when a SuperNode restarts.
+A state is a dict of tensors and plain values. A file is written to a temporary name, synced and renamed, so a
+crash leaves the old or the new one intact; a checksum detects other damage. The file name is derived from the
+client id and the model, never from Flower's node id, which changes when a SuperNode restarts.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ class Store(Protocol):
 
 
 def pack(state: dict[str, Any]) -> bytes:
-    """Write a state as bytes with their checksum in front."""
+    """Write a state as bytes, preceded by their checksum."""
     buffer = io.BytesIO()
     buffer.write(bytes(HEAD.size))
     torch.save(state, buffer)
@@ -76,7 +76,7 @@ class FileStore:
         return unpack(data, str(self.path))
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write beside, sync, rename."""
+        """Write a temporary file, sync it, and rename it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(f".{os.getpid()}")
         try:
@@ -90,7 +90,7 @@ class FileStore:
 
     @contextmanager
     def locked(self, seconds: float = 600.0) -> Iterator[None]:
-        """Let one process at a time work on this state."""
+        """Hold a lock: one process at a time works on this state."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("w") as file:
             deadline = time.monotonic() + seconds
@@ -104,7 +104,7 @@ class FileStore:
                             f"{self.path} is in use by another process: two clients must not share an id"
                         ) from None
                     time.sleep(0.05)
-            yield  # closing the file lets go of the lock
+            yield  # closing the file releases the lock
 
 
 def _checksum(data: memoryview) -> bytes:

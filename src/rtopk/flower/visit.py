@@ -1,6 +1,6 @@
-"""One message of the server at one client: catch up with the model, let the app work, compress its answer.
+"""One server message at one client: update the model, run the app, compress its reply.
 
-What is saved is saved before the reply leaves, so a crash leaves either the state before the message or the one
+The state is saved before the reply is sent, so a crash leaves either the state before the message or the one
 after it (see `transaction`).
 """
 
@@ -42,7 +42,7 @@ log = logging.getLogger("rtopk.flower")
 
 
 class StaleMessageError(ValueError):
-    """A message from before one that this client has acted on."""
+    """A message older than one that this client has acted on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Compression:
 
 
 class Visit:
-    """One message of the server at one client."""
+    """One server message at one client."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Visit:
         self.state = self._load()
 
     def answer(self, call_next: ClientAppCallable) -> Message:
-        """Bring the model up to date, let the app work, compress its answer."""
+        """Update the model, run the app, compress its reply."""
         training = self.message.metadata.message_type == MessageType.TRAIN
         repeated = self._recall() if self.state else None
         if repeated is not None and training:
@@ -105,7 +105,7 @@ class Visit:
         return Message(content, reply_to=self.message)
 
     def _recall(self) -> RecordDict | None:
-        """Refuse a stale message; return the reply to one that was answered before, None for a new one."""
+        """Refuse a stale message; return the earlier reply to a duplicate, None for a new message."""
         remembered = self.state["transaction"] if self.state else {}
         last = (remembered["session"], remembered["clock"])
         this = (self.statement.session, self.statement.clock)
@@ -121,7 +121,7 @@ class Visit:
         try:
             return self.store.load()
         except StateError as error:
-            # Without its residual a client can still take part; the server is asked for the model.
+            # Without its residual a client can still take part; it asks the server for the model.
             log.error("client %s starts over: %s", self.client, error)
             return None
 
@@ -147,7 +147,7 @@ class Visit:
         header = self.header
         payloads = tuple(as_tensor(data) for data in payload_bytes(the_arrays(self.message.content)[1]))
         if held is not None and digest(held) == as_bytes(header["digest"]):
-            return held  # whatever came with the message, this is the model it leads to
+            return held  # the model that the message leads to, whatever its kind
         kind = cast(Kind, header["kind"])
         base, version = as_int(header["base"]), as_int(header["version"])
         update = Update(kind, base, version, as_bytes(header["digest"]), payloads)
@@ -218,7 +218,7 @@ class Visit:
 
 
 def node_number(client: str) -> int:
-    """Return the number of a client for its draws: the id if it is a number, else a hash of it."""
+    """Return the node number of a client for its draws: the id if it is a number, else a hash of it."""
     return int(client) if client.isascii() and client.isdigit() and len(client) < 19 else derive(client)
 
 
