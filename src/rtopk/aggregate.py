@@ -1,11 +1,11 @@
 """The vectors of all nodes -> one mean.
 
-The paper states two rules. Algorithm 1 divides the sum by n: `mean="nodes"`. The text of its Section IV says
-that the centre averages, for each component, the updates that it receives for that component:
-`mean="received"`; a component that one node sent then moves by that node's whole value. They differ by up
-to a factor n exactly where rTop-k differs from top-k.
+The paper states two rules. Algorithm 1 divides the sum by n: `mean="nodes"`. Section IV says that the centre
+averages, for each component, the updates that it receives for that component: `mean="received"`. A component
+that one node sent then moves by that node's whole value. The rules differ by up to a factor n, exactly where
+rTop-k differs from top-k.
 
-Nodes are added one after the other in the order given, so the result is the same to the bit everywhere.
+Nodes are added in the order given, so the result is bit-identical everywhere.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def average(
 ) -> Tensor:
     """Return the mean of the nodes' vectors, dense.
 
-    `weights` are the nodes' shares, for instance their numbers of examples; without them all count alike.
+    `weights` are the nodes' shares, for instance their numbers of examples; by default all count equally.
 
     >>> a = SparseVector(torch.tensor([0, 1]), torch.tensor([2.0, 4.0]), 3)
     >>> b = SparseVector(torch.tensor([1]), torch.tensor([8.0]), 3)
@@ -39,7 +39,7 @@ def average(
 def average_sparse(
     vectors: Sequence[SparseVector], mean: Mean = "nodes", weights: Sequence[float] | None = None
 ) -> SparseVector:
-    """Return the same mean on the union of the nodes' positions, without making a vector of d entries."""
+    """Return the same mean on the union of the nodes' positions, without allocating d entries."""
     size = _check(vectors, mean, weights)
     joint, slots = kernels.union([vector.indices for vector in vectors], size)
     return SparseVector(joint, _mean(slots, vectors, joint.numel(), mean, weights), size)
@@ -60,9 +60,9 @@ def _mean(
 
 
 class RunningMean:
-    """The same mean, one node after the other: a vector can be dropped as soon as it is added.
+    """The same mean, one node at a time: a vector can be dropped as soon as it is added.
 
-    `result` gives up the sum: nothing can be added after it.
+    `result` consumes the sum: nothing can be added after it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RunningMean:
             raise ValueError("there must be at least one vector to average, got none")
         if self._received is None:
             return self._total.div_(float(sum(self._weights)) if self.weighted else self.nodes)
-        # 0 / 0 where nobody sent, and where only nodes of weight zero did: those stay as they are.
+        # Avoid 0 / 0 where no node sent, or only nodes of weight zero.
         return self._total.div_(self._received.masked_fill_(self._received == 0, 1.0))
 
 
@@ -123,6 +123,6 @@ def _check(vectors: Sequence[SparseVector], mean: str, weights: Sequence[float] 
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Raise ValueError unless these can be the shares of nodes."""
+    """Raise ValueError unless these are valid weights of nodes."""
     if not all(0.0 <= w < float("inf") for w in weights) or not sum(weights) > 0.0:
         raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")

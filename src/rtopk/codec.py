@@ -1,7 +1,7 @@
 """SparseVector <-> payload: the uint8 bytes that one node sends in one round, format version 1.
 
 A payload is a header of 40 bytes, the values of the chosen entries, those of the dense tail, and the
-positions of the chosen entries; `docs/wire-format.md` has every byte. The tail is the run of entries up to
+positions of the chosen entries; `docs/wire-format.md` specifies every byte. The tail is the run of entries at
 the end of the vector that a layout always sends: its positions cost nothing. A vector that is all tail
 (density 1) is the plain dense form.
 """
@@ -36,15 +36,15 @@ COUNT_LIMIT = 1 << 32  # entries of a payload
 
 
 class Codec:
-    """Write the entries of a vector in few bits, and read them back with every claim checked.
+    """Encode the entries of a vector in few bits, and decode them with every claim checked.
 
     `values` is the form of the values: fp32 (lossless), fp16, bf16, int8, 4bit or 2bit; `rounding` is
-    nearest or stochastic (drawn from the generator given to encode). What rounding loses stays in the
-    memory of the sparsifier. A receiver reads every form, and refuses another `fingerprint`.
+    nearest or stochastic (drawn from the generator passed to encode). The rounding error stays in the
+    memory of the sparsifier. A receiver reads every form, and refuses a different `fingerprint`.
 
     `fixed` makes every payload exactly `capacity(d, k)` bytes, so that ranks can exchange payloads of equal
-    size without asking. `dense_size` is then the length of the tail that every vector has. If positions
-    need more bits than the capacity has room for, entries of the head drawn at random are left out (they
+    size without negotiating it. `dense_size` is then the length of the tail that every vector has. If positions
+    do not fit into the capacity, randomly drawn entries of the head are left out (they
     stay in the residual); `overflows` counts how often.
 
     >>> codec = Codec(values="4bit")
@@ -79,7 +79,7 @@ class Codec:
         self._form = FORMS[BY_NAME[values]]
 
     def capacity(self, size: int, entries: int) -> int:
-        """Return the bytes of a payload of fixed size, for `entries` of `size`, the dense tail counted in."""
+        """Return the bytes of a payload of fixed size, for `entries` of `size`, including the dense tail."""
         _check_sizes(size, entries)
         if entries == size:
             return HEADER.size + self._form.size(size)
@@ -90,7 +90,7 @@ class Codec:
         return HEADER.size + self._form.size(head) + self._form.size(self.dense_size) + room
 
     def encode(self, vector: SparseVector, rng: torch.Generator | None = None) -> Tensor:
-        """Return the payload of a vector: 1-D uint8, on the CPU, wherever the vector is."""
+        """Return the payload of a vector: 1-D uint8, always on the CPU."""
         return self.encode_with_decoded(vector, rng)[0]
 
     def encode_with_decoded(
@@ -98,7 +98,7 @@ class Codec:
     ) -> tuple[Tensor, SparseVector]:
         """Return the payload and the vector that every receiver will decode from it, bit for bit.
 
-        That vector is on the device of the one given; its values are float32.
+        That vector is on the device of the input; its values are float32.
         """
         k, d = len(vector), vector.size
         _check_sizes(d, k)
@@ -138,8 +138,8 @@ class Codec:
     def decode(self, payload: Tensor, *, size: int | None = None, entries: int | None = None) -> SparseVector:
         """Return the vector of a payload; PayloadError on anything malformed or not expected.
 
-        `size` is the d that the receiver expects, `entries` the largest k that it accepts; give both for
-        payloads of strangers. Every claimed size is checked before memory is taken for it: 12 bytes per
+        `size` is the d that the receiver expects, `entries` the largest k that it accepts; pass both for
+        untrusted payloads. Every claimed size is checked before memory is allocated for it: 12 bytes per
         entry (20 at densities above a half), and an entry takes at least 2 bits of payload.
         """
         data = _as_bytes(payload)
@@ -197,7 +197,7 @@ class Codec:
     def _writers(
         self, values: NDArray[np.float32], draws: NDArray[np.float32], decoded: NDArray[np.float32], head: int
     ) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
-        """Yield what writes the sections of values into a payload, and to decoded what a reader gets: in parts."""
+        """Yield functions that write the sections of values into a payload, and what a reader gets to decoded."""
         form = self._form
         for begin, end, at in ((0, head, HEADER.size), (head, len(values), HEADER.size + form.size(head))):
             for first, last in ranges(end - begin, form.block, form.divisible_from):
@@ -230,7 +230,7 @@ class Codec:
                 return padded, form, kept
             if kept is None:
                 self.overflows += 1
-                if rng is None:  # any generator will do that does not follow the order of the entries
+                if rng is None:  # any draw will do that does not depend on the order of the entries
                     rng = generator(derive(int(xxh64(indices.view(np.uint8), 0, indices.nbytes, 0))))
             surplus = 1 + round(1.05 * (end - limit) / (end - HEADER.size) * len(head))
             wanted = max(0, len(head) - surplus)

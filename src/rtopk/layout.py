@@ -2,9 +2,9 @@
 
 The paper speaks of one vector of d entries; a model is a set of named tensors. A layout fixes the order:
 first every tensor that is sparsified, then every tensor that is sent dense (those of one dimension: biases
-and norms), each group in the order of the model. So the dense part is the tail of the vector, and "send it
-whole" is one rule about positions. The fingerprint names the layout; two sides that disagree about it must
-not exchange payloads.
+and norms), each group in the order of the model. So the dense part is the tail of the vector, and "send it in
+full" is one rule about positions. The fingerprint identifies the layout; two sides with different fingerprints
+must not exchange payloads.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def one_dimensional(name: str, shape: tuple[int, ...]) -> bool:
-    """Say whether a tensor is a bias, a norm or a scalar: a fraction of a percent of a model, sent dense."""
+    """Return whether a tensor is a bias, a norm or a scalar: a fraction of a percent of a model, sent dense."""
     return len(shape) <= 1
 
 
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def fingerprint(self) -> int:
-        """Name this layout in 64 bits: names, shapes, order and what is dense."""
+        """Identify this layout in 64 bits: names, shapes, order and what is dense."""
         text = json.dumps([self.names, self.shapes, self.dense_size]).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 

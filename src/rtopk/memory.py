@@ -1,13 +1,12 @@
 """What a node keeps back from one round to the next: the paper's m, or DGC's velocity and accumulation.
 
-A memory serves one vector. `add(gradient)` returns what there is to send from, and notes candidates on the way
-for whoever gives it a search. `subtract(sent)` takes out what the others have really received, so that whatever
-rounding or quantisation lost stays here. After every step: sent + residual = what came in. A gradient that is
-refused changes nothing, to the bit.
+A memory serves one vector. `add(gradient)` returns the vector to select from; if given a search, it also notes
+the candidates. `subtract(sent)` removes what the other nodes decode, so that rounding and quantisation errors stay
+in the memory. After every step: sent + residual = what came in. A rejected gradient changes nothing, to the bit.
 
-A memory of your own has `add`, `subtract`, `state_dict` and `load_state_dict`; the hook takes a step back through
-the last two. Optional, and faster there: `snapshot` with `restore`, and `put`. `snapshot_of`, `restore` and
-`give_back` below serve every memory.
+Your own memory needs `add`, `subtract`, `state_dict` and `load_state_dict`; the hook undoes a step through the last
+two. Optional, and faster: `snapshot` with `restore`, and `put`. `snapshot_of`, `restore` and `give_back` below work
+with every memory.
 """
 
 import math
@@ -24,16 +23,16 @@ from rtopk.sparse import SparseVector
 
 
 class Memory(Protocol):
-    """Accumulate gradients and give up what was sent."""
+    """Accumulate gradients and remove what was sent."""
 
     def add(self, gradient: Tensor, search: Search | None = None) -> Tensor:
-        """Take in a gradient, return the vector to send from: finite, valid until the next call, read only.
+        """Add a gradient; return the vector to select from: finite, read-only, valid until the next call.
 
-        A memory may note in `search.found` the entries that the search is for; one that does not costs a pass.
+        A memory may note candidates in `search.found`. If it does not, selection takes one more pass.
         """
 
     def subtract(self, sent: SparseVector) -> None:
-        """Take out what was sent."""
+        """Remove what was sent."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of all that the next step depends on."""
@@ -45,7 +44,7 @@ class Memory(Protocol):
 class NoMemory:
     """Forget what was not sent."""
 
-    keeps = False  # what is not sent now is never sent
+    keeps = False  # what is not sent is dropped
 
     def add(self, gradient: Tensor, search: Search | None = None) -> Tensor:
         """Return the gradient as it is."""
@@ -84,7 +83,7 @@ class ErrorFeedback:
         self._sums: Tensor | None = None  # residual + gradient, as far as it has been put
 
     def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
-        """Add the gradient to the residual and return the residual; None: it has been `put`."""
+        """Add the gradient to the residual and return the residual; None if it has been `put` already."""
         if gradient is None:
             return self._adopt(search)
         gradient = gradient.detach()
@@ -98,7 +97,7 @@ class ErrorFeedback:
         return residual
 
     def subtract(self, sent: SparseVector) -> None:
-        """Take what was sent out of the residual."""
+        """Subtract what was sent from the residual."""
         residual = _held(self.residual, sent)
         if residual is self._kept:
             residual = self.residual = self._own(residual)
@@ -114,10 +113,10 @@ class ErrorFeedback:
         self.residual = _fit(state, ("residual",), self.residual).get("residual")
         self._kept = self._sums = None
 
-    # -- a step that can be taken back, without a copy
+    # -- undo a step without a copy
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what `restore` takes; its tensors stay as they are until the next snapshot."""
+        """Return what `restore` needs; its tensors do not change until the next snapshot."""
         if self._kept is not None and self._kept is not self.residual:
             self._spare = self._kept
         self._kept, self._sums = self.residual, None
@@ -131,7 +130,7 @@ class ErrorFeedback:
         self._headroom.forget()
 
     def put(self, begin: int, part: Tensor) -> None:
-        """Add the part of a gradient that begins there; all parts, then `add(None)`. Follows a snapshot."""
+        """Add the part of a gradient that starts at `begin`. After a snapshot: put all parts, then `add(None)`."""
         if self.residual is None:
             raise ValueError("put needs a residual: add a first gradient, or load a state")
         if self._sums is None:
@@ -140,7 +139,7 @@ class ErrorFeedback:
         torch.add(self.residual[span].view(part.shape), part, out=self._sums[span].view(part.shape))
 
     def _adopt(self, search: Search | None) -> Tensor:
-        """Take the sums as the residual; the look for candidates is also the check."""
+        """Make the sums the residual; the search for candidates also checks that they are finite."""
         if self._sums is None:
             raise ValueError("add(None) needs a gradient that was put, got none")
         total, self._sums = self._sums, None
@@ -160,7 +159,7 @@ class ErrorFeedback:
 
 
 class DecayedErrorFeedback(ErrorFeedback):
-    """Error feedback that forgets: the residual is multiplied by `decay` before each gradient is added."""
+    """Error feedback with decay: the residual is multiplied by `decay` before each gradient is added."""
 
     def __init__(self, decay: float = 0.95) -> None:
         if not 0.0 < decay <= 1.0:
@@ -232,7 +231,7 @@ class MomentumCorrection:
         return min(1.0, self.clip_norm / norm) if norm > 0.0 else 1.0
 
     def subtract(self, sent: SparseVector) -> None:
-        """Take what was sent out of the residual, and its positions out of the velocity if masking."""
+        """Subtract what was sent from the residual; with masking, also clear its velocity."""
         residual = _held(self.residual, sent)
         _take_out(residual, sent, self._headroom)
         assert self.velocity is not None  # made together with the residual
@@ -241,7 +240,7 @@ class MomentumCorrection:
         self._headroom.spend(residual, self.velocity)
 
     def give_back(self, vector: SparseVector) -> None:
-        """Add to the residual what did not arrive; the velocity has moved on."""
+        """Add what did not arrive back to the residual; the velocity stays as it is."""
         residual = _held(self.residual, vector)
         kernels.subtract_(residual, vector.indices, vector.values, -1.0)
         self._headroom.forget()
@@ -256,7 +255,7 @@ class MomentumCorrection:
         self.residual, self.velocity = loaded.get("residual"), loaded.get("velocity")
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what `restore` takes: copies, in the buffers of the last snapshot."""
+        """Return what `restore` needs: copies, in the buffers of the last snapshot."""
         for name, tensor in self._tensors().items():
             if name not in self._copies:
                 self._copies[name] = kernels.zeros(tensor)
@@ -275,7 +274,7 @@ class MomentumCorrection:
 
 
 def give_back(memory: Memory, vector: SparseVector) -> None:
-    """Let a memory take in again what it gave up and nobody used."""
+    """Return to a memory what it gave up and nobody used."""
     own = getattr(memory, "give_back", None)
     if own is not None:
         own(vector)
@@ -284,25 +283,25 @@ def give_back(memory: Memory, vector: SparseVector) -> None:
 
 
 def snapshot_of(memory: Memory) -> Mapping[str, Tensor]:
-    """Return what a memory holds, for `restore`; its tensors stay as they are until the next snapshot."""
+    """Return what a memory holds, for `restore`; its tensors do not change until the next snapshot."""
     own = getattr(memory, "snapshot", None)
     found: Mapping[str, Tensor] = memory.state_dict() if own is None else own()
     return found
 
 
 def restore(memory: Memory, snapshot: Mapping[str, Tensor]) -> None:
-    """Take a memory back to its last snapshot."""
+    """Restore a memory to its last snapshot."""
     own = getattr(memory, "snapshot", None) and getattr(memory, "restore", None)
     (memory.load_state_dict if own is None else own)(snapshot)
 
 
 class _Headroom:
-    """Prove that sums stay finite, mostly without looking at them.
+    """Prove that sums stay finite, mostly without reading them.
 
     If every entry of a gradient is below 2 ** 100, residual below 2 ** 120 and velocity below 2 ** 100, then
     no sum of the next `STEPS` steps reaches 2 ** 127, where fp32 ends (with momentum below 1, the velocity
-    grows by a gradient a step and the residual by a velocity). Whatever else writes to them raises torch's
-    version counter, and they are looked at again.
+    grows by a gradient a step and the residual by a velocity). Any other write to them raises torch's version
+    counter, and they are checked again.
     """
 
     STEPS = 1024
@@ -312,7 +311,7 @@ class _Headroom:
         self._seen: tuple[tuple[int, int], ...] | None = None
 
     def suffices(self, gradient: Tensor, residual: Tensor, velocity: Tensor | None = None) -> bool:
-        """Say whether the next sums are finite for sure; raise ValueError if the gradient is not."""
+        """Return whether the next sums are certain to be finite; raise ValueError if the gradient is not."""
         if kernels.reaches(gradient, 2.0**100):
             require_finite(gradient, "gradient")
             self.forget()
@@ -324,12 +323,12 @@ class _Headroom:
         return self._left > 0
 
     def spend(self, residual: Tensor, velocity: Tensor | None = None) -> None:
-        """Note that we have changed them ourselves, by less than a gradient."""
+        """Note that we changed them ourselves, by less than a gradient."""
         self._left -= 1
         self._seen = _versions(residual, velocity)
 
     def forget(self) -> None:
-        """Look at them again before the next step."""
+        """Check them again before the next step."""
         self._left = 0
 
 
@@ -357,7 +356,7 @@ def _accept(gradient: Tensor, memory: Tensor | None) -> Tensor:
 
 
 def _held(residual: Tensor | None, sent: SparseVector) -> Tensor:
-    """Return the residual if what was sent can come out of it."""
+    """Return the residual if what was sent can be subtracted from it."""
     if residual is None or sent.size != residual.numel():
         held = "nothing yet" if residual is None else f"{residual.numel()} entries"
         raise ValueError(f"cannot subtract a vector of size {sent.size}: the residual holds {held}")
@@ -392,6 +391,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def clip(vector: Tensor, limit: float) -> Tensor:
-    """Return the vector, shortened to the limit if it is longer."""
+    """Return the vector, scaled down to the limit if its norm is larger."""
     norm = float(torch.linalg.vector_norm(vector))
     return vector * (limit / norm) if norm > limit else vector

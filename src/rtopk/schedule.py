@@ -1,7 +1,7 @@
 """Step -> density. A schedule is a plain function of the step; nothing here has state.
 
 `warm_up` is DGC's: the density falls geometrically (the sparsity rises exponentially) from `start` to its
-final value. What a "step" is, the caller decides: DGC counts epochs, the DDP hook counts rounds.
+final value. The caller decides what a "step" is: DGC counts epochs, the DDP hook counts rounds.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def warm_up(density: float, steps: int, start: float = 0.25, every: int = 1) -> 
     >>> [f"{100 * warm_up(0.001, steps=5)(epoch):.3g} %" for epoch in range(6)]
     ['25 %', '6.29 %', '1.58 %', '0.398 %', '0.1 %', '0.1 %']
 
-    The same, counted in rounds with 78 rounds an epoch, and gliding from round to round:
+    The same in rounds, with 78 rounds per epoch: in stairs, and changing every round:
 
     >>> stairs = warm_up(0.001, steps=5 * 78, every=78)
     >>> glide = warm_up(0.001, steps=5 * 78)

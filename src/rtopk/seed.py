@@ -1,7 +1,7 @@
-"""Generators from names: the same (seed, node, step, ...) gives the same draws, in any process, in any order.
+"""Generators from keys: the same (seed, node, step, ...) gives the same draws, in any process, in any order.
 
-No global generator is read or seeded anywhere. A stream that is made anew from its key needs no position in a
-checkpoint beyond the step.
+No global generator is read or seeded anywhere. Each step derives its own generator, so a checkpoint needs no
+generator state, only the step.
 """
 
 import hashlib

@@ -52,8 +52,8 @@ class SparseVector:
     def check(self) -> "SparseVector":
         """Raise ValueError unless indices are ascending, unique and within the size; return self.
 
-        This reads every index, so the stages of one process, which keep the order by construction, do not
-        call it; whoever brings indices from outside does.
+        This reads every index. The stages keep the order by construction and do not call it; call it on indices
+        from outside.
         """
         if len(self):
             low, high = int(self.indices[0]), int(self.indices[-1])

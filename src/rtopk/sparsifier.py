@@ -1,4 +1,4 @@
-"""One node's way from gradient to payload: the only place that writes the order of the stages.
+"""From gradient to payload on one node: the only place that defines the order of the stages.
 
 Algorithm 1 of the paper, "On Nodes": add to memory, select, encode, subtract what was decoded.
 """
@@ -22,9 +22,9 @@ from rtopk.sparse import SparseVector
 class Sparsifier:
     """Turn a node's gradients into payloads, and keep what was not sent.
 
-    `density` is a number or a schedule (step -> density) and counts the entries that compete; with a
-    `layout`, its dense tail is sent whole beside them. Draws depend on (seed, node, step) alone, so nodes
-    draw independently and a repeated step draws the same.
+    `density` is a number or a schedule (step -> density), as a share of the entries that compete; the dense tail
+    of a `layout` is sent in full in addition. Draws depend only on (seed, node, step), so nodes draw independently
+    and a repeated step draws the same.
 
     >>> from rtopk import RTopK
     >>> node = Sparsifier(RTopK(nodes=5), density=0.01)
@@ -53,13 +53,13 @@ class Sparsifier:
         self.seed = seed
         self.node = node
         self.layout = layout
-        # Is told what each step takes out of the memory.
+        # Called with what each step takes out of the memory.
         self.watch: Callable[[SparseVector], None] | None = None
 
     def compress(self, gradient: Tensor | None, step: int) -> Tensor:
-        """Return the payload of this step; a gradient that is refused leaves all state as it was.
+        """Return the payload of this step; a rejected gradient leaves all state unchanged.
 
-        None: the memory has taken the gradient already, part by part (`ErrorFeedback.put`).
+        Pass None if the memory already has the gradient, part by part (`ErrorFeedback.put`).
         """
         size = gradient.numel() if gradient is not None else self.layout.size if self.layout else 0
         if self.layout is not None and size != self.layout.size:
@@ -81,7 +81,7 @@ class Sparsifier:
     def _choose(
         self, vector: Tensor, sparse_size: int, k: int, r: int | None, rng: torch.Generator
     ) -> SparseVector:
-        """Select from the part that competes, and add the dense tail whole."""
+        """Select from the part that competes, and append the whole dense tail."""
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
             return SparseVector.gather(vector, tail)
@@ -104,7 +104,7 @@ class Sparsifier:
         return k + size - sparse_size
 
     def _split(self, size: int, density: float) -> tuple[int, int]:
-        """Return how many entries compete, and for how many places."""
+        """Return how many entries compete, and how many are sent."""
         sparse_size = size - (self.layout.dense_size if self.layout else 0)
         return sparse_size, max(1, round(density * sparse_size)) if sparse_size else 0
 
@@ -114,7 +114,7 @@ class Sparsifier:
         return {**state, "seat": self.rule.state_dict()} if self.rule.keeps_state else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; one of another seed or node is refused and changes nothing."""
+        """Continue from a state; one with another seed or node is refused and changes nothing."""
         for name, own in (("seed", self.seed), ("node", self.node)):
             if state[name] != own:
                 raise ValueError(f"state is of {name} {state[name]}, this sparsifier has {name} {own}")

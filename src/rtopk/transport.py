@@ -1,4 +1,4 @@
-"""Exchange payloads: a process puts in those of its own nodes and gets those of all nodes, in node order."""
+"""Exchange payloads: a process sends those of its own nodes and receives those of all nodes, in node order."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -35,10 +35,10 @@ class InProcess:
 
 
 class AllGather:
-    """One node per process of torch.distributed; the payloads of a round have one size on all ranks.
+    """One node per process of torch.distributed; the payloads of a round have the same size on all ranks.
 
-    One collective per exchange, of a size that every rank knows: Gloo refuses uneven ones. Payloads travel on
-    `device`, which is that of the parameters, or through host memory where its backend is Gloo or MPI.
+    One collective per exchange, of a size that every rank knows: Gloo refuses uneven sizes. Payloads travel on
+    `device`, that of the parameters, or through host memory if its backend is Gloo or MPI.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
@@ -49,7 +49,7 @@ class AllGather:
         self.device = carrier(dist.get_backend_config(group), device or torch.device("cpu"))
 
     def start(self, payload: Tensor) -> "Exchange":
-        """Begin to send this process's payload and to receive everybody's."""
+        """Start to send this process's payload and to receive those of all ranks."""
         payload = payload.to(self.device).contiguous()
         arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
         work = dist.all_gather_single(arrived, payload, group=self.group, async_op=True)
@@ -101,7 +101,7 @@ def carrier(backends: str, device: torch.device) -> torch.device:
 
 
 class Exchange:
-    """A collective under way; keeps its buffers alive."""
+    """A collective in flight; keeps its buffers alive."""
 
     def __init__(self, work: dist.Work, payload: Tensor, arrived: Tensor) -> None:
         self.work = work
@@ -110,7 +110,7 @@ class Exchange:
         self.arrived = arrived  # (n, bytes)
 
     def wait(self) -> list[Tensor]:
-        """Return the payloads of all ranks in rank order, once they are here."""
+        """Wait, then return the payloads of all ranks in rank order."""
         self.work.wait()
         self.payload = None  # it is among those that have arrived
         return list(self.arrived.unbind())

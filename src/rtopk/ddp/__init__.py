@@ -1,6 +1,6 @@
 """One line for PyTorch DDP: `rtopk.ddp.register(ddp_model, density=0.001)`.
 
-From then on backward exchanges rTop-k payloads instead of whole gradients; what is not sent waits in a
+From then on backward exchanges rTop-k payloads instead of whole gradients. What is not sent stays in a
 residual and is sent later. Nothing else in the training loop changes. See docs/ddp.md.
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Exchange a bucket; what DDP calls."""
+    """Exchange a bucket; DDP calls this."""
     return take(state, bucket)
 
 
@@ -67,29 +67,30 @@ def register(
     optimizer: torch.optim.Optimizer | None = None,
     attach: bool = True,
 ) -> State:
-    """Make a DDP model exchange rTop-k payloads; every rank calls it, with the same options.
+    """Make a DDP model exchange rTop-k payloads. Call it on every rank, with the same options.
 
-    density: share of the entries that is sent, beside what is dense, or a schedule such as rtopk.warm_up.
-    selector: who is sent; by default k drawn from the 2 k largest, RTopK(r_over_k=2), on one rank the k largest.
-        RTopK(nodes=world size) is the paper's, Dealt(world size) lets no two ranks send the same entry.
-    memory: "error-feedback", "momentum-correction", "none", or a function that makes a memory.
-    values: how values travel: "fp32" as they are, or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
-    rounding: "nearest", or "stochastic"; what it loses stays in the residual.
-    mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry; by default
-        "nodes", and "received" without a memory.
-    weights: the ranks' shares in the mean, for instance their numbers of examples; equal by default.
-    clip_norm: shorten each rank's gradient to this norm before it is added to the memory, as DGC does.
-    scope: "global" selects over the whole model, in one collective at the end of backward; "bucket" selects
-        within each tensor and sends each bucket while backward goes on.
-    dense: which tensors are always sent whole; those of one dimension (biases, norms) by default.
-    dense_steps: send everything for this many steps first; the schedule begins after them.
-    counts: what the schedule counts: steps, or epochs as told by state.set_epoch.
+    density: share of the entries to send, in addition to the dense ones, or a schedule such as rtopk.warm_up.
+    selector: which entries to send. Default: k drawn from the 2 k largest, RTopK(r_over_k=2); on one rank, the k
+        largest. The paper's is RTopK(nodes=world size); with Dealt(world size) no two ranks send the same entry.
+    memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory.
+    values: how values are sent: unchanged as "fp32", or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
+    rounding: "nearest" or "stochastic"; the rounding error stays in the residual.
+    mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry. Default:
+        "nodes", or "received" without a memory.
+    weights: the ranks' weights in the mean, for instance their numbers of examples; equal by default.
+    clip_norm: clip each rank's gradient to this norm before it is added to the memory, as DGC does.
+    scope: "global" selects over the whole model, with one collective at the end of backward; "bucket" selects
+        within each tensor and sends each bucket during backward.
+    dense: which tensors are always sent in full; one-dimensional ones (biases, norms) by default.
+    dense_steps: send everything for this many steps first; the schedule starts after them.
+    counts: what the schedule counts: "steps", or "epochs" as set by state.set_epoch.
+    seed: the seed of all draws; each rank and step derives its own.
     verify_every: compare a hash of the weights between ranks every so many steps; 0 is never.
     on_nonfinite: if a rank's gradient has NaN or Inf, "skip" the step on all ranks or "raise" on all.
-    max_skips: raise when so many rounds in a row had to be skipped.
+    max_skips: raise after this many skipped rounds in a row.
     scaler: the GradScaler of the loop, if it has one.
-    optimizer: if given, checked now rather than in its first step.
-    attach: hand the hook to DDP; False leaves it to a framework that does so itself.
+    optimizer: if given, it is checked now rather than in its first step.
+    attach: register the hook with DDP; False leaves that to a framework.
     """
     ddp = unwrap(model)
     transport = AllGather(ddp.process_group, next(ddp.parameters()).device)

@@ -1,8 +1,8 @@
-"""States on disk: one file per rank, replaced in one stroke, with a checksum; and a change of the world size.
+"""States on disk: one file per rank, replaced atomically, with a checksum; and a change of the world size.
 
-A residual belongs to its rank: rank 0's file is not everybody's. Where the number of ranks changes from n to
-m, the mean over ranks makes the model receive 1/n of the residuals' sum from the old job and 1/m from the new
-one; so rank j of the new job takes (m / n) times the sum of the old ranks j, j + m, j + 2m, ...
+Each rank has its own residual, so each saves its own file. If the number of ranks changes from n to m, the mean
+over ranks makes the model receive 1/n of the residuals' sum from the old job and 1/m from the new one; so rank j
+of the new job takes (m / n) times the sum of the old ranks j, j + m, j + 2m, ...
 """
 
 import re
@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_rank(directory: Path, rank: int, size: int) -> dict[str, Any]:
-    """Read the file of a rank; StateError if it holds another's, so that every rank is read exactly once."""
+    """Read the file of a rank; StateError if it holds the state of another rank."""
     path = directory / file_name(rank, size)
     state = read(path)
     _expect(state, rank, size, f"{path}: the file of rank {rank}")
@@ -59,7 +59,7 @@ def _expect(state: Mapping[str, Any], rank: int, size: int, what: str) -> None:
 
 
 def fits(state: Mapping[str, Any], own: "State", *, any_rank: bool = False) -> None:
-    """Raise StateError unless a state is of this model and seed and, unless `any_rank`, of this rank."""
+    """Raise StateError unless a state belongs to this model, seed and (unless `any_rank`) rank."""
     missing = KEYS - set(state)
     if missing or state["format"] != FORMAT:
         raise StateError(
@@ -95,9 +95,9 @@ def load(own: "State", directory: Path) -> None:
         size = int(states[0]["world_size"])
         state = redistribute(states, own.rank, own.world_size)
         own.fit(state)
-    except Exception as error:  # whatever it is, the others wait for a word
+    except Exception as error:  # whatever the error, the other ranks wait for a message
         refusal = str(error) or type(error).__name__
-    # No rank may go on where another could not, or from another step or job.
+    # All ranks must succeed, from the same step of the same job.
     word = torch.tensor([step, size, len(refusal) > 0], dtype=torch.int64).view(torch.uint8)
     said = [message.view(torch.int64).tolist() for message in own.transport.exchange([word])]
     if refusal:
@@ -119,14 +119,14 @@ def load(own: "State", directory: Path) -> None:
 
 
 def _own_share(own: "State", directory: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the old ranks' states that this rank goes on from, and their step."""
+    """Return the old ranks' states that this rank continues from, and their step."""
     found: dict[int, set[int]] = {}
     for path in directory.glob("rtopk-rank*"):
         if match := NAME.fullmatch(path.name):
             found.setdefault(int(match[2]), set()).add(int(match[1]))
     complete = [size for size, ranks in found.items() if ranks == set(range(size))]
     if not complete and own.rank in found.get(own.world_size, ()):
-        complete = [own.world_size]  # a disk of this machine alone; the others answer for their files
+        complete = [own.world_size]  # a local disk: other ranks check their own files
     if not complete:
         have = {size: sorted(ranks) for size, ranks in found.items()} or "none"
         raise StateError(f"{directory} holds no complete set of states (files of ranks: {have})")
@@ -135,7 +135,7 @@ def _own_share(own: "State", directory: Path) -> tuple[list[dict[str, Any]], int
     states = [read_rank(directory, rank, size) for rank in range(own.rank, size, own.world_size)]
     for state in states or [sets[size]]:
         fits(state, own, any_rank=True)
-    if not states:  # a rank that the old job did not have: it begins with nothing, from the same step
+    if not states:  # a rank that the old job did not have: it starts empty, at the same step
         empty = sets[size]
         zeros = {
             kind: {n: torch.zeros_like(t) for n, t in by.items()} for kind, by in empty["memory"].items()
@@ -149,7 +149,7 @@ def _own_share(own: "State", directory: Path) -> tuple[list[dict[str, Any]], int
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Join the states of old ranks into the one of a new rank; what the model will receive stays the same."""
+    """Merge the states of old ranks into that of a new rank; what the model will receive stays the same."""
     first = states[0]
     if first["world_size"] == world_size:
         return dict(first)
@@ -172,7 +172,7 @@ def gather(own: "State") -> list[dict[str, Any]] | None:
 
 
 def scatter(own: "State", states: Sequence[Mapping[str, Any]]) -> None:
-    """Continue from the states of all ranks of a job, which every rank holds."""
+    """Continue from the states of all ranks of a job; every rank passes all of them."""
     for rank, state in enumerate(states):  # all of them, so that all ranks refuse alike
         fits(state, own, any_rank=True)
         _expect(state, rank, len(states), f"part {rank} of the checkpoint")
@@ -186,11 +186,11 @@ def scatter(own: "State", states: Sequence[Mapping[str, Any]]) -> None:
 
 
 class Sharded:
-    """A state whose keys carry the rank.
+    """A state whose keys include the rank.
 
-    torch.distributed.checkpoint takes tensors under the same key on several ranks for copies of each other
-    and keeps one; residuals are not. It has no checksum, so a digest is saved beside them: in the field
-    `format`, because a checkpoint without the digest must still have every key that is asked for.
+    torch.distributed.checkpoint treats tensors under the same key on several ranks as copies and keeps one;
+    residuals differ. It has no checksum, so a digest is saved too: in the field `format`, because checkpoints
+    from before the digest must still have every key that is asked for.
     """
 
     def __init__(self, state: "State") -> None:

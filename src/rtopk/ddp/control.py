@@ -1,9 +1,9 @@
-"""The 40 bytes in front of every message: is this rank well, and are the ranks still at the same point?
+"""The 40-byte header of every message: the status of this rank, and where it is in training.
 
-A rank that cannot send (its gradient is not finite) says so here, in a message of the usual size, so that all
+A rank that cannot send (its gradient is not finite) reports it here, in a message of the usual size, so that all
 ranks learn it from the one collective of the step and act alike. The header also carries the step, its density,
 the loss scale and, every `verify_every` steps, a hash of the weights. The size of a message follows from the
-density, so where that may change a header of its own goes first: ranks that disagree learn it there.
+density, so while that may change a separate header goes first, where ranks that disagree find out.
 """
 
 import struct
@@ -31,7 +31,7 @@ class GradientNotFinite(RuntimeError):  # noqa: N818 -- says what happened
 
 @dataclass(frozen=True)
 class Control:
-    """What one rank says about itself in one message."""
+    """The header of one rank's message."""
 
     step: int
     status: int = FINE

@@ -1,8 +1,8 @@
 """The tensors that compete for one selection: all of a model, or one parameter.
 
-A group takes the gradients of its tensors, makes the payload, and can take the whole step back: what its memory
-held before is kept until the exchange has succeeded on every rank. A memory that takes gradients in parts gets
-each tensor's as it comes. All else (clipping, loss scaling, other memories, idle tensors) collects them first.
+A group collects the gradients of its tensors, makes the payload, and can undo the whole step: the previous state
+of its memory is kept until the exchange has succeeded on every rank. A memory that accepts gradients in parts gets
+each tensor's as it arrives. Otherwise (clipping, loss scaling, other memories, idle tensors) they are joined first.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ SPARSE_BELOW = 1 / 8  # of d; above it a dense mean is cheaper than the union of
 
 
 class TensorNotFiniteError(ValueError):
-    """A gradient, or the memory with it, is not finite; `name` is the first tensor of which that is true."""
+    """A gradient, or its sum with the memory, is not finite; `name` is the first such tensor."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name} is not finite")
@@ -31,7 +31,7 @@ class TensorNotFiniteError(ValueError):
 
 
 class Group:
-    """Named tensors, the sparsifier of their joint vector, and the way back."""
+    """Named tensors, the sparsifier of their joint vector, and how to undo a step."""
 
     def __init__(
         self, layout: Layout, sparsifier: Sparsifier, dtype: torch.dtype, device: torch.device
@@ -43,21 +43,21 @@ class Group:
             zip(layout.names, zip(layout.offsets, layout.offsets[1:], strict=False), strict=True)
         )
         self._offsets = torch.tensor(layout.offsets)
-        # Makes the memory, so that a state is complete from the start.
+        # Allocates the memory, so that a state is complete from the start.
         sparsifier.memory.add(torch.zeros(layout.size, dtype=dtype, device=device))
-        self._gradient = torch.empty(0)  # several tensors' side by side; one tensor's where it lies
-        self._in_parts = False  # this round gives the memory each gradient as it comes
+        self._gradient = torch.empty(0)  # of several tensors, joined; of one tensor, in place
+        self._in_parts = False  # in this round the memory gets each gradient as it arrives
         self._before: Mapping[str, Tensor] | None = None  # the memory before this step
 
     def begin(self, plain: bool) -> None:
-        """Begin a round; `plain`: every tensor takes part, and gradients are used as they come."""
-        self.rollback()  # a round that was broken off
+        """Begin a round; `plain`: every tensor takes part, and gradients are used unchanged."""
+        self.rollback()  # a round that was interrupted
         self._in_parts = plain and getattr(self.sparsifier.memory, "in_parts", False)
         if self._in_parts:
             self._before = snapshot_of(self.sparsifier.memory)
 
     def put(self, name: str, gradient: Tensor) -> None:
-        """Take the gradient of a tensor; it must stay as it is until `compress`."""
+        """Take the gradient of a tensor; it must not change until `compress`."""
         begin, end = self.bounds[name]
         if self._in_parts:
             self.sparsifier.memory.put(begin, gradient)  # type: ignore[attr-defined]
@@ -122,17 +122,17 @@ class Group:
         return payload
 
     def blank(self, step: int) -> Tensor:
-        """Return a payload of the size that this step's has on every rank, saying nothing."""
+        """Return an empty payload of the size that this step has on every rank."""
         codec, size = self.sparsifier.codec, self.layout.size
         return torch.zeros(codec.capacity(size, self.sparsifier.entries(size, step)), dtype=torch.uint8)
 
     def is_sparse(self, step: int, ranks: int) -> bool:
-        """Say whether the mean of a step is kept sparse, which is cheaper if few entries arrive."""
+        """Return whether the mean of a step stays sparse, which is cheaper if few entries arrive."""
         size = self.layout.size
         return ranks * self.sparsifier.entries(size, step) < SPARSE_BELOW * size
 
     def clear(self, gradients: Mapping[str, Tensor]) -> None:
-        """Set the gradients to zero, which `write` counts on for a sparse mean."""
+        """Set the gradients to zero, as `write` expects for a sparse mean."""
         for name in self.bounds:
             gradients[name].zero_()
 
@@ -155,9 +155,9 @@ class Group:
         gradients: Mapping[str, Tensor],
         held: Mapping[str, Tensor],
     ) -> None:
-        """Put the mean, times `scale`, in the place of the gradients; for a sparse one they are `clear`ed.
+        """Write the mean, times `scale`, into the gradients; for a sparse mean they must be `clear`ed.
 
-        `held` is what gradients were before; it is added, to a dense mean.
+        `held` is the mean of an earlier exchange; it is added to a dense mean.
         """
         if isinstance(mean, Tensor):
             for name in self.bounds.keys() & held.keys():
@@ -186,9 +186,9 @@ class Group:
     def _keep_excess_(
         self, mean: Tensor | SparseVector, scale: float, gradients: Mapping[str, Tensor]
     ) -> None:
-        """Bound the mean by what the gradients' dtypes hold (65,504 in fp16), and keep the rest in the residual.
+        """Clamp the mean to the range of the gradients' dtypes (65,504 in fp16); the excess goes to the residual.
 
-        Every rank puts the same excess back, and the mean over ranks of that is the excess.
+        Every rank puts the same excess back, and its mean over the ranks is the excess.
         """
         values = mean if isinstance(mean, Tensor) else mean.values
         limits = {name: torch.finfo(gradients[name].dtype).max for name in self.bounds}
@@ -208,7 +208,7 @@ class Group:
                 self._give_back(places, excess[over])
 
     def put_back(self, held: Mapping[str, Tensor], scale: float) -> None:
-        """Return means that will not be used to the residual: all ranks do, and the mean over them is the same."""
+        """Return unused means to the residual: all ranks do, and the mean over them is the same."""
         for name in self.bounds.keys() & held.keys():
             flat = (held[name] / scale).reshape(-1)
             self._give_back(torch.arange(flat.numel(), device=flat.device) + self.bounds[name][0], flat)
@@ -221,7 +221,7 @@ class Group:
         return vector[begin:end].view(like.shape)
 
     def rollback(self) -> None:
-        """Put the memory back to what it was before `compress`."""
+        """Restore the memory to what it was before this round."""
         if self._before is not None:
             restore(self.sparsifier.memory, self._before)
         self._before = None
@@ -232,7 +232,7 @@ class Group:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the memory as of the last step that is final: kind -> parameter -> tensor."""
-        # What a step under way has sent may never arrive.
+        # What the current step has sent may never arrive.
         memory = self.sparsifier.memory.state_dict() if self._before is None else self._before
         return {
             kind: {name: part.clone() for name, part in self.layout.unflatten(vector).items()}

@@ -1,9 +1,9 @@
-"""What the hook does when an optimizer steps, through torch's public hook before every step.
+"""What the hook does before an optimizer steps, through torch's public pre-step hook.
 
-After a skipped round the gradients are NaN on all ranks, as plain DDP would leave them. Taking them away here
-makes that step do nothing: torch's optimizers pass over a parameter without gradient, so neither momentum nor
-weight decay moves it. A closure goes backward inside the step (Lightning always does), so it is followed there.
-And an optimizer with momentum of its own is refused beside momentum correction.
+After a skipped round the gradients are NaN on all ranks, as plain DDP would leave them. They are removed here, so
+that the step does nothing: torch's optimizers skip a parameter without gradient, so neither momentum nor weight
+decay moves it. A closure may run backward inside the step (Lightning always does), so it is wrapped. And an
+optimizer with its own momentum is refused with momentum correction.
 """
 
 import weakref
@@ -22,7 +22,7 @@ _installed: list[Any] = []
 
 
 def watch(state: "State") -> None:
-    """Let this state act before optimizer steps for as long as it lives."""
+    """Act before optimizer steps for as long as this state lives."""
     _states.add(state)
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
@@ -48,7 +48,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def refuse_momentum(optimizer: Optimizer, state: "State") -> None:
-    """Raise ValueError if the optimizer adds momentum to gradients that carry it already."""
+    """Raise ValueError if the optimizer adds momentum to gradients that already contain it."""
     for group in optimizer.param_groups:
         if not any(state.owns(parameter) for parameter in group["params"]):
             continue

@@ -1,8 +1,8 @@
-"""What the user may choose, checked; and the one exchange at registration that compares the ranks' choices.
+"""The options of `register`, checked, and the one exchange at registration that compares them between ranks.
 
 Ranks that disagree about density, codec or seed would exchange messages of different sizes or meanings. Every
-rank sends a description of its options, or the reason why it refuses them, in one message of fixed size; so
-all ranks stop together and all say what differs.
+rank sends a description of its options, or the reason why it refuses them, in one message of fixed size. So all
+ranks stop together, and all say what differs.
 """
 
 import hashlib
@@ -36,13 +36,13 @@ MEMORIES: dict[str, Callable[[], Memory]] = {
 }
 BYTES = 8192  # of the description that is exchanged
 SHOWN = 200  # characters of one value in it; longer ones are cut and carry a hash
-# Where schedules are compared at registration. What differs between them shows in the step where it happens.
+# Where schedules are compared at registration. Other differences show in the step where they occur.
 ASKED = (*range(10), 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 
 @dataclass(frozen=True)
 class Options:
-    """The choices of one registration; `register` describes them."""
+    """The options of one registration; `register` describes them."""
 
     density: Schedule
     selector: Selector
@@ -70,7 +70,7 @@ class Options:
         memory: str | Callable[[], Memory],
         **others: Any,
     ) -> "Options":
-        """Fill in the defaults that depend on nodes and memory; refuse what makes no sense."""
+        """Fill in the defaults that depend on nodes and memory; raise ValueError for what makes no sense."""
         if isinstance(memory, str):
             if memory not in MEMORIES:
                 raise ValueError(
@@ -113,12 +113,12 @@ class Options:
         return options
 
     def codec(self, fingerprint: int = 0, dense_size: int = 0) -> Codec:
-        """Make the codec; its payloads have a size that follows from d and k alone."""
+        """Make the codec; the size of its payloads follows from d and k alone."""
         return Codec(self.values, self.rounding, fingerprint, fixed=True, dense_size=dense_size)
 
     @property
     def settled_from(self) -> float:
-        """The step from which the density stays as it is; infinite where only the schedule knows."""
+        """The step from which the density is constant; infinite if only the schedule knows."""
         if isinstance(self.density, Constant):
             return self.dense_steps
         if isinstance(self.density, WarmUp) and self.counts == "steps":
@@ -126,7 +126,7 @@ class Options:
         return math.inf
 
     def describe(self) -> dict[str, str]:
-        """Write every choice that the ranks must share as text."""
+        """Describe every option that the ranks must share, as text."""
         return {
             "density": _densities(self.density),
             "constant density": f"from step {self.settled_from}",
@@ -147,7 +147,7 @@ class Options:
 
 
 def refuse_selector(selector: Selector | None, nodes: int) -> None:
-    """Raise ValueError for a rule that the hook cannot serve."""
+    """Raise ValueError for a rule that the hook does not support."""
     if selector is None:
         return
     rule = as_rule(selector)
@@ -161,7 +161,7 @@ def refuse_selector(selector: Selector | None, nodes: int) -> None:
 
 
 def compare(transport: AllGather, description: dict[str, str] | None, refusal: Exception | None) -> None:
-    """Exchange descriptions, or refusals; raise the same error on all ranks unless all are alike and well."""
+    """Exchange descriptions, or refusals; raise the same error on all ranks unless all agree."""
     own: dict[str, str] = {} if description is None else description
     if refusal is not None:
         own = {"refusal": str(refusal)}
@@ -190,7 +190,7 @@ def compare(transport: AllGather, description: dict[str, str] | None, refusal: E
 
 
 def _densities(schedule: Schedule) -> str:
-    """Say what a schedule says, not how it is written: it may be any function, and may end with the job."""
+    """Describe a schedule by its densities: it may be any function, and may end with the job."""
     said = {0: check_density(schedule(0))}
     for step in ASKED[1:]:
         try:

@@ -1,6 +1,6 @@
-"""How a round ends: what the ranks said about themselves, and what happens where one of them is not well.
+"""How a round ends: read the ranks' headers, then take the step, skip it, or raise.
 
-All ranks hear the same headers, so all come to the same end: take the step, skip it, or raise.
+All ranks read the same headers, so all decide alike.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("rtopk")
 
 
 def judge(state: "State", this: "Round", arrived: list[list[Tensor]]) -> str:
-    """Return why this round must be skipped, or nothing; raise if the ranks cannot go on."""
+    """Return why this round must be skipped, or an empty string; raise if the ranks cannot continue."""
     if this.verdict is not None:
         raise this.verdict
     return "; ".join(
@@ -32,7 +32,7 @@ def judge(state: "State", this: "Round", arrived: list[list[Tensor]]) -> str:
 
 
 def hear(state: "State", this: "Round", messages: list[Tensor]) -> list[Control]:
-    """Return what the ranks say about themselves; raise if one has failed or they are not at the same point."""
+    """Return the ranks' headers; raise if one has failed or they are not at the same point."""
     if this.failure is not None:
         raise this.failure
     controls = [Control.unpack(message) for message in messages]
@@ -44,7 +44,7 @@ def hear(state: "State", this: "Round", messages: list[Tensor]) -> list[Control]
 
 
 def give_up(state: "State", this: "Round") -> None:
-    """Leave this rank as it was before the round; its gradients are lost."""
+    """Restore this rank to before the round; its gradients are lost."""
     for group in state.groups:
         group.rollback()
         group.put_back(this.held, this.scale)
@@ -52,7 +52,7 @@ def give_up(state: "State", this: "Round") -> None:
 
 
 def _spoil(state: "State", this: "Round") -> None:
-    """Make the gradients NaN, which is what plain DDP would hand on and what GradScaler looks for."""
+    """Make the gradients NaN, as plain DDP would, and as GradScaler expects."""
     for gradient in this.gradients.values():
         gradient.fill_(float("nan"))
     state.written.note(state.parameters.values(), skipped=True)
@@ -60,18 +60,18 @@ def _spoil(state: "State", this: "Round") -> None:
 
 
 def raise_after_backward(error: Exception) -> None:
-    """Raise an error when DDP has ended this backward: raised in the hook, it would leave DDP half-way for ever."""
+    """Raise an error after DDP has finished this backward: raised in the hook, it would leave DDP broken."""
     engine = torch.autograd.Variable._execution_engine
 
     def fail() -> None:
         raise error
 
-    # DDP queues its end of backward when the hook has returned; what is queued from a callback comes after that.
+    # DDP queues the end of backward when the hook returns; what a callback queues runs after that.
     engine.queue_callback(lambda: engine.queue_callback(fail))
 
 
 def skip(state: "State", this: "Round", refusal: str) -> None:
-    """Take the round back on this rank, as all others do; raise if the options say so."""
+    """Undo the round on this rank, as all others do; raise if the options say so."""
     state.refusal = f"step {state.step}: {refusal}"
     if state.options.on_nonfinite == "raise":
         raise GradientNotFinite(f"{state.refusal}; nothing was changed on any rank")

@@ -1,4 +1,4 @@
-"""What cannot work together with the hook, refused at registration with the reason."""
+"""What the hook does not support, refused at registration with the reason."""
 
 import sys
 
@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
-    """Return the DDP module of what the user holds: itself, or what torch.compile made of it."""
+    """Return the DDP module of a model: itself, or the one inside what torch.compile returned."""
     inner = getattr(model, "_orig_mod", model)
     refuse_sharded(inner)
     if not isinstance(inner, DistributedDataParallel):
@@ -20,8 +20,8 @@ def unwrap(model: nn.Module) -> DistributedDataParallel:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise TypeError for a model with sharded parts, whichever FSDP made them."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    """Raise TypeError for a model with sharded parts, from either FSDP."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, it was not used
     kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     for name, module in model.named_modules():
         if isinstance(module, kinds):
@@ -36,14 +36,14 @@ def trainable(model: DistributedDataParallel) -> dict[str, Tensor]:
     """Return the parameters that DDP reduces, by their names in the plain model."""
     ignored = model.parameters_to_ignore
     return {
-        name.replace("_orig_mod.", ""): parameter  # torch.compile puts this in; a state must not depend on it
+        name.replace("_orig_mod.", ""): parameter  # torch.compile inserts this; a state must not depend on it
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
 
 
 def refuse(model: DistributedDataParallel, attach: bool = True) -> None:
-    """Raise ValueError if this DDP model cannot be served."""
+    """Raise ValueError if this DDP model is not supported."""
     if getattr(model, "mixed_precision", None) is not None:
         raise ValueError(
             "DDP's own mixed_precision= installs a communication hook of its own; "

@@ -1,12 +1,12 @@
 """One round of exchange: from DDP's buckets to messages, and back.
 
-A round collects the gradients of all buckets, sends one message (scope "global", at the last bucket) or one
-per bucket (scope "bucket", at once, while backward goes on), and ends at the last bucket: all ranks then know
-everything, and either all take the step or all skip it. Earlier buckets return a pending Future that is completed
-there. Every collective is issued in the hook's body, in the order of the buckets, the same on all ranks.
+A round collects the gradients of all buckets and sends one message (scope "global", at the last bucket) or one
+per bucket (scope "bucket", during backward). It ends at the last bucket: all ranks then know the same, and either
+all take the step or all skip it. Earlier buckets return a pending Future that is completed there. Every collective
+is issued in the hook's body, in the order of the buckets, which is the same on all ranks.
 
-The size of a message follows from the density. Where that may change, a header goes first, at the first bucket, and
-messages follow once all ranks are known to have the same density.
+The size of a message follows from the density. While that may change, a header is exchanged at the first bucket,
+and messages follow once all ranks are known to have the same density.
 """
 
 import time
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Message:
-    """A message under way: the payloads of some groups, one after the other."""
+    """A message in flight: the payloads of some groups, one after the other."""
 
     groups: list[Group]
     sizes: list[int]  # bytes of each group's payload
@@ -42,23 +42,23 @@ class Message:
 
 @dataclass
 class Round:
-    """What has been taken and sent so far."""
+    """What has been collected and sent so far."""
 
     scale: float
     buckets: list[tuple["torch.futures.Future[Tensor]", Tensor]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # views of the buckets, by parameter
-    opening: Exchange | None = None  # of the headers that go first
+    opening: Exchange | None = None  # of the headers, before any message
     opened: bool = False
     messages: list[Message] = field(default_factory=list)
     selection_seconds: float = 0.0
     exchange_seconds: float = 0.0
     held: dict[str, Tensor] = field(default_factory=dict)  # means of an earlier round, in these gradients too
-    failure: Exception | None = None  # of this rank, to be raised when the others know
-    verdict: Exception | None = None  # what all ranks know before the first message: there will be none
+    failure: Exception | None = None  # of this rank, raised once the others know
+    verdict: Exception | None = None  # an error that all ranks know before the first message; none is sent
 
 
 def take(state: "State", bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":  # type: ignore[name-defined]
-    """Take a bucket's gradients, send what is ready, and end the round with the last bucket."""
+    """Collect a bucket's gradients, send what is ready, and end the round at the last bucket."""
     if bucket.index() == 0 or state.round is None:
         refuse_join(state.model)
         state.round = _begin(state)
@@ -102,7 +102,7 @@ def _begin(state: "State") -> Round:
 
 
 def _open(state: "State", this: Round) -> None:
-    """Wait for the headers that went first, if any, and learn whether messages can follow."""
+    """Wait for the headers, if any, and find out whether messages can follow."""
     if this.opened or this.opening is None:
         return
     this.opened = True
@@ -140,7 +140,7 @@ def _send(state: "State", this: Round, groups: list[Group]) -> None:
     try:
         payloads = [group.compress(state.step, this.scale, idle, state.options.clip_norm) for group in groups]
     except Exception as error:
-        # Whatever it is, the others wait for a message of this size: tell them there.
+        # Whatever the error, the other ranks wait for a message of this size: report it there.
         payloads = [group.blank(state.step) for group in groups]
         if isinstance(error, TensorNotFiniteError):
             status, culprit = control.NOT_FINITE, state.layout.names.index(error.name)
@@ -164,7 +164,7 @@ def _finish(state: "State", this: Round) -> None:
     try:
         for group in state.groups:
             if sparse[group]:
-                group.clear(this.gradients)  # while messages are under way
+                group.clear(this.gradients)  # while messages are in flight
         waiting = time.perf_counter()
         arrived = [message.exchange.wait() for message in this.messages]  # [message][rank]
         waited = time.perf_counter() - waiting

@@ -1,7 +1,7 @@
 """What the hook keeps between steps on one rank: residuals, counters, statistics.
 
-Everything is found by parameter, never by bucket: DDP rebuilds its buckets after the first step, and a fresh
-process begins with the first ones again.
+Everything is keyed by parameter, never by bucket: DDP rebuilds its buckets after the first step, and a new
+process starts with the initial ones again.
 """
 
 import weakref
@@ -28,10 +28,10 @@ from rtopk.transport import AllGather
 
 
 class Scaler(Protocol):
-    """As much of torch.amp.GradScaler as is needed."""
+    """The part of torch.amp.GradScaler that is needed."""
 
     def get_scale(self) -> float:
-        """Return the factor by which losses are multiplied now."""
+        """Return the current loss scale."""
 
 
 class State:
@@ -46,11 +46,11 @@ class State:
         self.step = 0  # rounds that were taken
         self.epoch = 0
         self.skipped = 0  # rounds that were skipped
-        self.skipping = False  # the last round was skipped, or raised: its gradients are NaN
-        self.refusal = ""  # who was to blame, and why
+        self.skipping = False  # the last round was skipped or raised: its gradients are NaN
+        self.refusal = ""  # which rank and parameter, and why
         self.scaler = scaler
         self._scale = 1.0
-        # Weak: DDP owns this state, in C++ where no garbage collector looks, and a circle would never be freed.
+        # Weak: DDP owns this state in C++, where the garbage collector cannot see a cycle.
         self._model = weakref.ref(model)
         self.parameters = trainable(model)
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -60,14 +60,14 @@ class State:
         self.corrects_momentum = any(
             getattr(group.sparsifier.memory, "carries_momentum", False) for group in self.groups
         )
-        self.used: set[str] | None = None  # parameters that took part, where DDP lets some stay out
+        self.used: set[str] | None = None  # parameters that took part, if DDP allows unused ones
         if model.find_unused_parameters or model.static_graph:
             self._watch_use()
         self.written = Written(self.parameters)
         weakref.finalize(self, self.written.stop)
-        self.round: Round | None = None  # under way
-        self._asked: tuple[int, float] | None = None  # a step, and what the schedule said about it
-        self.settled = options.settled_from == 0  # all ranks know that the density stays as it is
+        self.round: Round | None = None  # in progress
+        self._asked: tuple[int, float] | None = None  # a step and its density, from the schedule
+        self.settled = options.settled_from == 0  # all ranks know that the density no longer changes
         self.skips_in_a_row = 0
         self.measured: dict[str, Any] = {}  # of the last round
         self._writer: tuple[Writer, int] | None = None
@@ -77,7 +77,7 @@ class State:
         device = next(iter(self.parameters.values())).device
         layouts = [(self.options.seed, self.layout)]
         if self.options.scope == "bucket":
-            # One selection per tensor: whichever buckets DDP makes of them, each is treated the same.
+            # One selection per tensor, however DDP groups them into buckets.
             layouts = [
                 (derive(self.options.seed, name), Layout.of([(name, tensor)], self.options.dense))
                 for name, tensor in self.parameters.items()
@@ -119,29 +119,29 @@ class State:
         return self.options.density(step - self.options.dense_steps)
 
     def ask(self) -> float:
-        """Return the density of the round that begins; a schedule is asked once a round."""
+        """Return the density of the round that begins; a schedule is called once a round."""
         self._asked = None
         self._asked = self.step, check_density(self.density(self.step))
         return self._asked[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the schedule the epoch, on all ranks alike; needed with counts='epochs' only."""
+        """Set the epoch for the schedule, on all ranks; needed only with counts='epochs'."""
         self.epoch, self._asked = epoch, None
 
     def set_scale(self, scale: float) -> None:
-        """Tell by which factor losses are multiplied from now on, where register was given no `scaler`."""
+        """Set the loss scale from now on, if `register` was given no `scaler`."""
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"scale must be positive and finite, got {scale}")
         self._scale = scale
 
     @property
     def scale(self) -> float:
-        """The factor by which losses are multiplied now."""
+        """The current loss scale."""
         return self._scale if self.scaler is None else float(self.scaler.get_scale())
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The DDP model, for as long as somebody else holds it."""
+        """The DDP model, as long as something else keeps it alive."""
         model = self._model()
         if model is None:
             raise RuntimeError(
@@ -150,17 +150,17 @@ class State:
         return model
 
     def owns(self, parameter: Tensor) -> bool:
-        """Say whether a parameter is served by this state."""
+        """Return whether this state handles a parameter."""
         return id(parameter) in self.names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":
-        """Return itself: a copy of a DDP model, for an average of weights, exchanges nothing and needs no copy."""
+        """Return itself: a copy of a DDP model, as for weight averaging, exchanges nothing and needs no copy."""
         return self
 
     # -- what it cost
 
     def measure(self, **measured: float) -> None:
-        """Note what a round cost, and hand it to the writer."""
+        """Record what a round cost, and pass it to the writer."""
         step = self.step if self.skipping else self.step - 1
         self.measured = {
             "step": step,
@@ -174,13 +174,13 @@ class State:
 
     @property
     def stats(self) -> Stats:
-        """What the last round cost; reading it costs a pass over the residual."""
+        """What the last round cost; reading it takes a pass over the residual."""
         if not self.measured:
             raise RuntimeError("there are no statistics before the first backward pass with exchange")
         return Stats(**self.measured, residual_norm=self.residual_norm())
 
     def residual_norm(self) -> float:
-        """Return the norm of what this rank keeps back; 0 where nothing is kept."""
+        """Return the norm of this rank's residual; 0 without a memory."""
         kept = [group.sparsifier.memory.state_dict().get("residual") for group in self.groups]
         norms = [torch.linalg.vector_norm(residual) for residual in kept if residual is not None]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
@@ -196,7 +196,7 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors by parameter name, and numbers.
 
-        After a round that was broken off (an error or Ctrl-C in backward) it is the state of before that round.
+        After an interrupted round (an error or Ctrl-C in backward) it is the state before that round.
         """
         memory: dict[str, dict[str, Tensor]] = {}
         for group in self.groups:
@@ -214,7 +214,7 @@ class State:
         }
 
     def fit(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """Return the groups' memories of a state, every claim checked; changes nothing."""
+        """Return the groups' memories from a state, fully checked; changes nothing."""
         checkpoint.fits(state, self)
         memory = state["memory"]
         return [
@@ -228,7 +228,7 @@ class State:
         """Continue from this rank's state; one that does not fit is refused and changes nothing."""
         flat = self.fit(state)
         for group, memory in zip(self.groups, flat, strict=True):
-            group.commit()  # a round that was broken off is over
+            group.commit()  # an interrupted round is over
             group.sparsifier.memory.load_state_dict(memory)
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         self.skipping, self.skips_in_a_row, self.round, self._asked = False, 0, None, None
@@ -237,11 +237,11 @@ class State:
             self.used.clear()
 
     def save(self, directory: str | Path) -> Path:
-        """Write this rank's file into a directory; every rank calls it."""
+        """Write this rank's file into a directory; call it on every rank."""
         return checkpoint.save(self.state_dict(), Path(directory))
 
     def load(self, directory: str | Path) -> None:
-        """Continue from a directory, written by any number of ranks; every rank calls it."""
+        """Continue from a directory, written by any number of ranks; call it on every rank."""
         checkpoint.load(self, Path(directory))
 
     def sharded(self) -> "checkpoint.Sharded":

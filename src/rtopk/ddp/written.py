@@ -1,11 +1,11 @@
-"""What the last round wrote into the gradients, for as long as it is there.
+"""Track which gradients still hold what the last round wrote.
 
-A hook on every parameter looks at `parameter.grad` just before backward adds to it. So two things are known:
+A hook on every parameter looks at `parameter.grad` just before backward adds to it. That tells two things:
 
-- Which gradients are the NaN of a skipped round. The optimizer step that meets them gets none instead, so that it
-  does nothing; gradients that came afterwards, of this model or another, are left alone.
+- Which gradients are the NaN of a skipped round. They are removed before the optimizer steps, so that it does
+  nothing; later gradients, of this model or another, are left alone.
 - Whether backward adds to the mean of an exchange (a second full backward before the optimizer steps). The round
-  takes only what was added, and the mean is added to the new one: it is not sent a second time, nor lost.
+  then sends only what was added, and the old mean is added to the new one: it is neither sent twice nor lost.
 """
 
 import weakref
@@ -20,19 +20,19 @@ _all: "weakref.WeakSet[Written]" = weakref.WeakSet()
 
 
 class Written:
-    """The parameters, by id, whose gradients one state wrote and nobody has cleared or used since."""
+    """The parameters, by id, whose gradients one state wrote and that were not cleared or used since."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.means: set[int] = set()
         self.skipped: set[int] = set()
         self.added_to: dict[int, Tensor] = {}  # what a gradient of `means` was before backward added to it
-        # Hooks know the parameters weakly: what only they hold is free to go.
+        # Hooks hold the parameters weakly, so as not to keep them alive.
         handles = [p.register_hook(_look(self, name, weakref.ref(p))) for name, p in parameters.items()]  # type: ignore[no-untyped-call]
         _all.add(self)
         self.stop = lambda: [handle.remove() for handle in handles]
 
     def note(self, parameters: Collection[Tensor], skipped: bool) -> None:
-        """Note that a round has written these gradients."""
+        """Record that a round has written these gradients."""
         ids = set(map(id, parameters))
         for written in list(_all):  # of other models that share parameters, too
             for key in ids:
@@ -40,7 +40,7 @@ class Written:
         (self.skipped if skipped else self.means).update(ids)
 
     def forget(self, key: int) -> None:
-        """Note that a gradient is not what a round wrote any more."""
+        """Record that a gradient is no longer what a round wrote."""
         self.means.discard(key)
         self.skipped.discard(key)
         self.added_to.pop(key, None)
@@ -68,14 +68,14 @@ def _look(written: Written, name: str, parameter: "weakref.ref[Tensor]") -> Call
 
 
 def _holds(parameter: Tensor) -> bool:
-    """Say whether there is anything in a gradient."""
+    """Return whether a gradient has a nonzero entry."""
     return parameter.grad is not None and bool(parameter.grad.any())
 
 
 def mean_in(parameter: Tensor, idle: bool) -> Tensor | None:
     """Return the exchanged mean that a gradient still holds; `idle`: this backward has added nothing to it.
 
-    One that somebody has made NaN or Inf since is none: it would spoil the residual that it is put back to.
+    A mean that has become NaN or Inf since does not count: it would spoil the residual that it is returned to.
     """
     key, mean = id(parameter), None
     for written in list(_all):
@@ -87,7 +87,7 @@ def mean_in(parameter: Tensor, idle: bool) -> Tensor | None:
 
 
 def use(optimizer: Optimizer) -> None:
-    """Take the gradients of skipped rounds away from an optimizer that is about to step; means are used now."""
+    """Remove the gradients of skipped rounds from an optimizer that is about to step; means count as used."""
     for written in list(_all):
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,8 +1,8 @@
 """Federated training on Flower with compressed messages both ways: two lines for a Flower app.
 
-`ClientApp(mods=[RTopKMod(density=0.01)])` on the clients, `RTopKStrategy(FedAvg(...))` at the server. The
-names are loaded when asked for, so that the parts without Flower (transaction, store, downlink, intake) can
-be used and tested where flwr is not installed.
+`ClientApp(mods=[RTopKMod(density=0.01)])` on the clients, `RTopKStrategy(FedAvg(...))` on the server. The
+names are imported lazily, so that the parts without Flower (transaction, store, downlink, intake) can
+be used and tested without flwr.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""One round at the server: what clients offer -> where the model goes next, by way of the inner strategy.
+"""One round on the server: the clients' offers -> the next model, through the inner strategy.
 
-The inner strategy gets one reply, the average client, or every client's weights. Nothing of the server changes
-here but the inner strategy itself, and that is undone if it fails (see `guard`).
+The inner strategy gets one reply, the average client, or every client's weights. Only the inner strategy changes
+here, and that is undone if it fails (see `guard`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ Refuse = Callable[[Offer, str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a round leads: `target` None if the model stays as it is."""
+    """The result of a round; `target` is None if the model does not change."""
 
     target: Tensor | None
     outer_state: State
@@ -50,7 +50,7 @@ class Aggregation:
     offers: Mapping[Offer, Message]
 
     def mean(self, refuse: Refuse) -> Outcome | None:
-        """Give the inner strategy the average client."""
+        """Pass the average client to the inner strategy."""
         mean, verdict = self.intake.average(self.offers, self.target)
         self._note(verdict, refuse)
 
@@ -62,7 +62,7 @@ class Aggregation:
         return self._guarded(act, verdict, refuse)
 
     def each(self, refuse: Refuse) -> Outcome | None:
-        """Give the inner strategy every client's weights."""
+        """Pass every client's weights to the inner strategy."""
         verdict, contents = Verdict(), {}
         for offer, vector in self.intake.judged(self.offers, self.target, verdict):
             own, content = self.target.clone(), self.offers[offer].content
@@ -82,7 +82,7 @@ class Aggregation:
     ) -> Outcome | None:
         if not verdict.taken:
             return None
-        begun = bool(self.intake.accepted)  # until then a strategy that does not suit the model should say so
+        begun = bool(self.intake.accepted)  # until then a strategy that does not suit the model should raise
         return guard.aggregate(act, verdict.taken, self.inner, refuse, fatal=not begun)
 
     def _note(self, verdict: Verdict, refuse: Refuse) -> None:
@@ -131,7 +131,7 @@ class Aggregation:
         return Outcome(target, outer_state, raw | self._floats(own), taken, reported)
 
     def _floats(self, raw: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the float arrays that go as they are, in the model's types, as the inner strategy left them."""
+        """Return the uncompressed float arrays, in the model's types, as the inner strategy left them."""
         types = dict(zip(self.model.names, self.model.dtypes, strict=True))
         found = {}
         for name, array in raw.items():

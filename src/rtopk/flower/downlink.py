@@ -1,9 +1,9 @@
-"""The way down: the server's model in versions, and what a client needs to get from its version to the last.
+"""The downlink: versions of the server's model, and what a client needs to get from its version to the latest.
 
-Between two versions goes a payload: the new values of the entries that changed (`lossless`, whatever the
-strategy did), or with `density` or a narrow value form what `Codec` makes of the difference; what that leaves
-out stays at the server (it is the difference again in the next round). Both sides add the same decoded
-numbers, so they hold the same bits, and a digest in every message proves it.
+One payload leads from a version to the next. If `lossless`, it holds the new values of the entries that changed.
+With a `density` below 1 or a narrow value form, it is the encoded difference, and what that leaves out stays at
+the server for the next round. Both sides add the same decoded numbers, so they hold the same bits, and a digest in
+every message proves it.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ Kind = Literal["held", "deltas", "snapshot"]
 
 
 class OutOfStepError(ValueError):
-    """A client whose model is not the one the server means; it needs a snapshot."""
+    """The client's model is not the one that the server expects; it needs a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Versions:
     """The server's side.
 
     `model` is what every client holds after the update to `version`. `density` 1 with `values` fp32 is
-    lossless. Every `anchor_every` versions all clients get a snapshot and nothing stays back (0: never).
+    lossless. Every `anchor_every` versions all clients get a snapshot with nothing left out (0: never).
     `history` deltas are kept for clients that were away; the chain is sent if it is smaller than a snapshot.
     """
 
@@ -80,16 +80,16 @@ class Versions:
 
     @property
     def lossless(self) -> bool:
-        """Say whether clients get exactly the target."""
+        """Return whether clients get exactly the target."""
         return self.density == 1.0 and self.codec.values == "fp32"
 
     @property
     def target(self) -> Tensor:
-        """Where the server would like the clients to be."""
+        """The model that the clients should reach."""
         return self.model + self.back if self.back.numel() else self.model
 
     def advance(self, target: Tensor) -> None:
-        """Make the next version: as near to the target as one payload gets."""
+        """Make the next version, as close to the target as one payload allows."""
         if target.shape != self.model.shape:
             raise ValueError(f"target must have {self.model.numel()} entries, got {target.numel()}")
         require_finite(target, "target")
@@ -122,7 +122,7 @@ class Versions:
         return payload, model, target - model
 
     def since(self, base: int | None) -> Update:
-        """Return what a client at version `base` needs; None is a client that holds nothing."""
+        """Return what a client at version `base` needs; None for a client that holds nothing."""
         if base == self.version:
             return Update("held", self.version, self.version, self.digest, ())
         chain = [p for b, p in self._deltas if base is not None and b >= base]
@@ -136,7 +136,7 @@ class Versions:
         return Update("snapshot", self.version, self.version, self.digest, (self._snapshot,))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next version depends on."""
+        """Return everything that the next version depends on."""
         return {
             "model": self.model.clone(),
             "back": self.back.clone(),
@@ -158,7 +158,7 @@ class Versions:
 
 
 def follow(held: Tensor | None, update: Update, *, size: int, fingerprint: int, lossless: bool) -> Tensor:
-    """Return a client's model after an update; OutOfStepError unless it is the server's to the bit."""
+    """Return a client's model after an update; OutOfStepError unless it is bit-identical to the server's."""
     codec = Codec(fingerprint=fingerprint)
     if update.kind == "snapshot":
         model = _one(update.payloads, codec, size).values

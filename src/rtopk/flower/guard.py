@@ -1,4 +1,4 @@
-"""The inner strategy under guard: a reply that makes it fail is found and left out, and the round goes on."""
+"""Protect a round from the inner strategy: replies that make it fail are left out, and the round continues."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -23,10 +23,10 @@ def aggregate(
     refuse: Callable[[Reply, str], None],
     fatal: bool = False,
 ) -> Result | None:
-    """Return what `action` makes of the replies; if it fails, of those that it does not fail with alone.
+    """Return `action(replies)`; if it fails, leave out the replies on which it fails alone.
 
-    None, with the strategy as it was, if that fails too or nobody can be told apart. With `fatal`, an action
-    that fails with each of several replies raises: then it is not for these clients that it fails.
+    Return None, with the strategy unchanged, if that fails too or singles nobody out. With `fatal`, an action
+    that fails on each of several replies raises: then the clients are not the cause.
     """
     before = snapshot(inner)
 

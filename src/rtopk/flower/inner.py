@@ -1,7 +1,7 @@
-"""What we know of Flower's strategies: whether they need every client's weights, and what they remember.
+"""Facts about Flower's strategies: whether they need every client's weights, and which state they keep.
 
-Strategies that compare or clip clients are disarmed if they see the average client only. What a strategy
-remembers between rounds must be saved with ours, or a restarted run is another one.
+Strategies that compare or clip clients are disarmed if they see only the average client. A strategy's state
+must be saved with ours, or a restarted run takes a different course.
 """
 
 from collections.abc import Mapping
@@ -66,9 +66,9 @@ CLIPPED_BY_CLIENTS = (
 
 
 def choose_each(inner: Strategy, each: bool | None) -> bool:
-    """Return whether a strategy gets every client's weights: what it needs, or what is asked for if that will do.
+    """Return whether a strategy gets every client's weights: what it needs, or what is asked for if that suffices.
 
-    A strategy with an `aggregate_train` of its own gets them, because nobody knows what it does with them.
+    A strategy with its own `aggregate_train` gets them, because we cannot know what it needs.
     """
     if not isinstance(inner, Strategy):
         raise TypeError(f"inner must be an instance of a strategy of flwr.serverapp.strategy, got {inner!r}")
@@ -92,7 +92,7 @@ def choose_each(inner: Strategy, each: bool | None) -> bool:
 
 
 def chain(inner: Any) -> list[Any]:
-    """Return a strategy and those that it wraps."""
+    """Return a strategy and the strategies that it wraps."""
     found = [inner]
     while isinstance(getattr(found[-1], "strategy", None), Strategy):
         found.append(found[-1].strategy)
@@ -102,7 +102,7 @@ def chain(inner: Any) -> list[Any]:
 def save(inner: Strategy) -> list[dict[str, Any]]:
     """Return the state of a strategy and of those that it wraps: tensors and plain values.
 
-    A strategy that we do not know may bring `state_dict` and `load_state_dict`; others are refused.
+    An unknown strategy may define `state_dict` and `load_state_dict`; otherwise it is refused.
     """
     return [{"type": type(part).__name__, "state": _save(part)} for part in chain(inner)]
 
@@ -160,12 +160,12 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def snapshot(inner: Strategy) -> list[dict[str, Any]]:
-    """Remember a strategy as it is, so that an aggregation that fails can be undone."""
+    """Copy the state of a strategy, so that a failed aggregation can be undone."""
     return [_copied(vars(part)) for part in chain(inner)]
 
 
 def undo(inner: Strategy, before: list[dict[str, Any]]) -> None:
-    """Put a strategy back to a snapshot; the snapshot stays good."""
+    """Restore a strategy to a snapshot, which stays valid."""
     for part, attributes in zip(chain(inner), before, strict=True):
         vars(part).clear()
         vars(part).update(_copied(attributes))

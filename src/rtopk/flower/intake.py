@@ -1,8 +1,8 @@
-"""What the server lets in: every claim of a client is checked before anything is allocated or added.
+"""What the server accepts: every claim of a client is checked before anything is allocated or added.
 
-Garbage, truncated, oversized, replayed and stale payloads, those of another model, NaN, Inf and absurd norms
-are refused with a reason; the round goes on with the rest. What a round took in counts as accepted only once
-the strategy has used it (`commit`), and that is what clients are told.
+Garbage, truncated, oversized, replayed and stale payloads, payloads of another model, NaN, Inf and absurd norms
+are refused with a reason; the round continues with the rest. An offer counts as accepted only once the strategy
+has used it (`commit`), and that is what clients are told.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ log = logging.getLogger("rtopk.flower")
 
 @dataclass(frozen=True)
 class Offer:
-    """A reply as it came: nothing of it is believed."""
+    """A reply as received, unchecked."""
 
     client: str
     node: int
     digest: bytes  # of the model it trained from
     payload: bytes
     weight: float
-    beside: float = 0.0  # norm of what its arrays that go as they are move
+    beside: float = 0.0  # norm of the change in its uncompressed arrays
 
 
 @dataclass
 class Verdict:
-    """What became of the offers of a round."""
+    """The result of judging the offers of a round."""
 
     taken: list[Offer] = field(default_factory=list)
     refused: dict[Offer, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Intake:
     """Judge the offers of a round and average those that pass, in the order of client ids.
 
     `max_density` is the largest part of the entries that a payload may hold, `max_norm` the largest norm,
-    `outlier` how many times the usual norm is absurd (see `norms`). `ceiling` is the largest magnitude of each
+    `outlier` how many times the usual norm is too much (see `norms`). `ceiling` is the largest magnitude of each
     weight, None if all may be as large as float32 can hold.
     """
 
@@ -90,7 +90,7 @@ class Intake:
             raise RefusedError(f"{len(offer.payload)} bytes are too many for {self.entries} entries")
 
     def decode(self, offer: Offer) -> SparseVector:
-        """Return the vector of an offer that was checked."""
+        """Return the vector of a checked offer."""
         try:
             payload = torch.frombuffer(bytearray(offer.payload), dtype=torch.uint8)
             return self.codec.decode(payload, size=self.size, entries=self.entries)
@@ -125,14 +125,14 @@ class Intake:
             )  # fmt: skip
 
     def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Verdict]:
-        """Average what passes, None if nothing does: one vector of all entries, one offer decoded at a time."""
+        """Average what passes, None if nothing does; decodes one offer at a time."""
         running, verdict = RunningMean(self.size, self.mean, self.weighted), Verdict()
         for offer, vector in self.judged(offers, target, verdict):
             running.add(vector, offer.weight)
         return (running.result() if verdict.taken else None), verdict
 
     def mean_of(self, offers: Iterable[Offer]) -> Tensor:
-        """Average offers that have passed before."""
+        """Average offers that have already passed."""
         running = RunningMean(self.size, self.mean, self.weighted)
         for offer in offers:
             running.add(self.decode(offer), offer.weight)
@@ -184,12 +184,12 @@ def client_order(client: str) -> tuple[int, int, str]:
 
 
 def tag(client: str) -> bytes:
-    """Name a client in 8 bytes that do not show its id."""
+    """Identify a client in 8 bytes that do not reveal its id."""
     return hashlib.blake2b(client.encode(), digest_size=8).digest()
 
 
 def pack_table(accepted: Mapping[str, int]) -> bytes:
-    """Write the last accepted rounds of all clients: for a node that has not said who it is."""
+    """Write the last accepted rounds of all clients, for a node that has not identified itself."""
     return b"".join(tag(client) + round_.to_bytes(8, "little") for client, round_ in accepted.items())
 
 

@@ -1,6 +1,6 @@
-"""The replies of a round, in training and evaluation: which of them may be used, and who was refused and why.
+"""Judge the replies of a round, in training and evaluation: which may be used, and which are refused and why.
 
-Whatever a client sends, the others' round goes on.
+Whatever a client sends, the round continues for the others.
 """
 
 import logging
@@ -35,7 +35,7 @@ class Expected:
 
 
 class Judge:
-    """Sort out the replies that can be used."""
+    """Separate the usable replies from the refused ones."""
 
     def __init__(self, roster: Roster, ledger: ByteLedger, max_weight: float, weight_ratio: float) -> None:
         if not weight_ratio >= 1.0:
@@ -46,7 +46,7 @@ class Judge:
         self._shapes: dict[bool, metrics.Shape] = {}  # of the records, in training or not
 
     def refuse(self, number: int, node: int, reason: str) -> None:
-        """Write down that a reply is not used."""
+        """Record that a reply is refused."""
         client, reason = self.roster.client(node), shown(reason)
         log.warning("round %d: refused client %r (node %d): %s", number, client, node, reason)
         self.ledger.rounds[number].refused += 1
@@ -54,14 +54,14 @@ class Judge:
             self.refusals.append(Refusal(number, client, node, reason))
 
     def usable(self, replies: Iterable[Message], expected: Expected) -> dict[Message, Offer | None]:
-        """Return the replies that are what they should be, without our header, with their offers in training."""
+        """Return the valid replies, without our header; in training with their offers."""
         number, training = expected.number, expected.read is not None
         good: dict[Message, Offer | None] = {}
         seen: set[str] = set()
         for message in replies:
             try:
                 offer = self._one(message, expected, seen)
-            except Exception as error:  # whatever a client sends, the round goes on
+            except Exception as error:  # whatever a client sends, the round continues
                 self.refuse(number, message.metadata.src_node_id, reason_of(error))
                 continue
             reading.strip(message)

@@ -1,7 +1,7 @@
-"""Who sent how many bytes: payload and framing both ways, per round, as the server sees them.
+"""Count the bytes: payload and framing both ways, per round, as the server sees them.
 
 Payload is the `numel()` of our payloads (and raw arrays), framing what Flower's records add around them. What
-the engine puts on the wire beyond that (gRPC, polling, heartbeats) only a `CountingProxy` can see.
+the engine adds on the wire (gRPC, polling, heartbeats) is visible only to a `CountingProxy`.
 """
 
 from collections import defaultdict

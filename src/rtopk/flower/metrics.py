@@ -1,7 +1,7 @@
-"""The metrics of replies, in training and evaluation: finite numbers, one form for all, bounded weights.
+"""Check the metrics of replies, in training and evaluation: finite numbers, the same form for all, bounded weights.
 
-The inner strategy multiplies, adds and compares what clients report, and weighs them by their own word. So one
-odd metric would stop it, and one large weight would decide the round.
+The inner strategy multiplies, adds and compares what clients report, and weighs clients by the weight they claim.
+So one odd metric would stop it, and one large weight would decide the round.
 """
 
 import logging
@@ -15,7 +15,7 @@ from rtopk.flower.norms import median
 from rtopk.flower.refusal import RefusedError
 
 WEIGHT_LIMIT = 2.0**40  # examples
-WEIGHT_LEAST = 2.0**-40  # far less would vanish in float32, and with it what others weigh beside it
+WEIGHT_LEAST = 2.0**-40  # much less would vanish in float32
 NAME_LIMIT = 200  # characters of the name of a record or metric
 Shape = tuple[object, ...]
 Refuse = Callable[[int, str], None]  # node, reason
@@ -42,14 +42,14 @@ def check(content: RecordDict, key: str, limit: float) -> float:
 
 
 def weight(content: RecordDict, key: str) -> float:
-    """Return the weight of a reply that was checked."""
+    """Return the weight of a checked reply."""
     return float(next(iter(content.metric_records.values()))[key])  # type: ignore[arg-type]
 
 
 def alike(messages: Iterable[Message], refuse: Refuse, last: Shape) -> tuple[list[Message], Shape]:
-    """Keep the replies whose records have the names and lengths that most have, of two as many the `last`.
+    """Keep the replies whose records have the most common names and lengths; a tie goes to `last`.
 
-    Return also what those are: the next `last`.
+    Also return those names and lengths: the next `last`.
     """
     shapes = [(message, _shape(message.content)) for message in messages]
     if not shapes:
@@ -66,7 +66,7 @@ def alike(messages: Iterable[Message], refuse: Refuse, last: Shape) -> tuple[lis
 
 
 def cap(messages: Iterable[Message], key: str, ratio: float) -> None:
-    """Reduce weights above `ratio` times the median of these replies to that, in the replies."""
+    """Cap weights at `ratio` times the median of these replies, in the replies."""
     weights = {message: weight(message.content, key) for message in messages}
     limit = ratio * median(list(weights.values()))
     for message, own in weights.items():

@@ -1,8 +1,8 @@
-"""The client's line: a mod that unpacks what the server sends and compresses what the client answers.
+"""The client side: a mod that decodes the server's messages and compresses the client's replies.
 
-The ClientApp inside sees ordinary messages with the whole model, and answers with its trained weights. What
-goes over the wire is a payload of common - trained weights, with error feedback that survives lost replies,
-exceptions and restarts (see `visit` and `transaction`).
+The ClientApp sees ordinary messages with the whole model, and replies with its trained weights. On the wire is a
+payload of common - trained weights, with error feedback that survives lost replies, exceptions and restarts (see
+`visit` and `transaction`).
 """
 
 import logging
@@ -28,14 +28,14 @@ log = logging.getLogger("rtopk.flower")
 
 
 class RTopKMod:
-    """Compress the updates of a client; give it to `ClientApp(mods=[...])`.
+    """Compress the updates of a client; pass it to `ClientApp(mods=[...])`.
 
     `density` is a number or a schedule of the round; `selector` None is rTop-k with r = 2 k; `memory`
     makes the memory of a new client (`NoMemory` for none); `values` and `rounding` are the codec's. `store` is
     the folder of the client's state; without it the state is in Flower's context and does not survive a
     restart. `client_id` is a name that stays the same over restarts, or a function of the context; without
-    it the node config's `client-id`, then `partition-id`. `initial` returns the model that the server starts
-    from, if the client can make it itself; then it need not be sent (`RTopKStrategy(initial_known=True)`).
+    it the node config's `client-id`, then `partition-id`. `initial` returns the server's first model, if the client
+    can create it; then it need not be sent (`RTopKStrategy(initial_known=True)`).
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class RTopKMod:
         )  # fmt: skip
         self.store = None if store is None else Path(store)
         self.client_id = client_id
-        Codec(values, rounding)  # refuse what it refuses now, not in the first round
+        Codec(values, rounding)  # raise now, not in the first round
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Handle a message of RTopKStrategy; others pass untouched."""
+        """Handle a message of RTopKStrategy; pass others through."""
         header = message.content.config_records.get(HEADER) if message.has_content() else None
         if header is None:
             return call_next(message, context)
@@ -89,7 +89,7 @@ class RTopKMod:
 
 
 def _refuse_clipping(message: Message) -> None:
-    """Raise if the server counts on clipped updates: the residual would be added to them afterwards."""
+    """Raise if the server expects clipped updates: the residual would be added to them afterwards."""
     if any(KEY_CLIPPING_NORM in record for record in message.content.config_records.values()):
         raise ValueError(
             "the server's strategy needs updates that clients clip, and error feedback adds to them what was kept "

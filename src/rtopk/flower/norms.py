@@ -1,8 +1,8 @@
-"""How large an update may be: measured by what all clients offered lately, never by one of them.
+"""How large an update may be, compared with what all clients offered recently.
 
 The limit is `outlier` times the median norm of the updates offered in the last rounds, whether they were used
-or not. So it follows the clients: one reply cannot set it, and if it is wrong for most of them it is
-right again after at most half of the remembered rounds. An update no larger than the model is never an outlier.
+or not. So it follows the clients: one reply cannot set it, and if it is wrong for most of them it is right
+again after at most half of the remembered rounds. An update no larger than the model is never an outlier.
 """
 
 import math
@@ -31,7 +31,7 @@ class NormBound:
         """Return the largest norm that this round may use.
 
         `count` updates are offered, `model` is the norm of the model. `look` returns the norms of this round;
-        it is called only while less than that is remembered.
+        it is called only while fewer than that are remembered.
         """
         most = LARGEST if self.max_norm is None else min(self.max_norm, LARGEST)
         if math.isinf(self.outlier):
@@ -54,7 +54,7 @@ class NormBound:
             raise RefusedError(f"its norm {norm:g} is above the limit {limit:g}{why}")
 
     def note(self, norms: Sequence[float]) -> None:
-        """Remember the norms that a round offered; updates of zero say nothing about the scale."""
+        """Record the norms offered in a round, except zeros, which carry no scale."""
         kept = [norm for norm in norms if 0.0 < norm <= LARGEST]
         if kept:
             self.offered.append(kept)

@@ -1,4 +1,4 @@
-"""The message that each node needs: the model in it is replaced by an update of `downlink` and our header."""
+"""Compress outgoing messages: the model in each is replaced by a `downlink` update and our header."""
 
 from collections.abc import Mapping
 
@@ -25,10 +25,10 @@ class Sender:
         self.model, self.versions, self.roster = model, versions, roster
         self.accepted, self.raw = accepted, raw
         self._table = pack_table(accepted)
-        self._wrapped: dict[int, Array] = {}  # payloads that go to many clients are wrapped once
+        self._wrapped: dict[int, Array] = {}  # payloads for many clients are wrapped once
 
     def dress(self, message: Message, stamp: Mapping[str, int]) -> Kind:
-        """Replace the model in a message by what its node needs, and say what that was."""
+        """Replace the model in a message by what its node needs; return what that was."""
         node = message.metadata.dst_node_id
         update = self.versions.since(self.roster.version_of(node, self.versions.version))
         header = ConfigRecord(

@@ -1,8 +1,8 @@
 """Flower's ArrayRecord <-> one flat vector, and our payloads as Flower arrays.
 
 Arrays of float32 and float16 are laid out in the vector and compressed; tensors of one dimension (biases,
-norms, BatchNorm statistics) form its dense tail. Everything else (integers, float64) goes whole and as it
-is, beside the payload: averaging a counter makes no sense, and float32 would round a float64.
+norms, BatchNorm statistics) form its dense tail. Everything else (integers, float64) is sent unchanged beside the
+payload: averaging a counter makes no sense, and float32 would round a float64.
 """
 
 import json
@@ -49,12 +49,12 @@ class Model:
 
     @property
     def raw(self) -> tuple[str, ...]:
-        """Name the arrays that go as they are."""
+        """Return the names of the arrays that are sent unchanged."""
         return tuple(n for n, t in zip(self.names, self.dtypes, strict=True) if t not in COMPRESSED)
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """Name the arrays of the dense tail."""
+        """Return the names of the arrays in the dense tail."""
         places = zip(self.layout.names, self.layout.offsets, strict=False)
         return tuple(name for name, start in places if start >= self.layout.sparse_size)
 
@@ -114,7 +114,7 @@ def _tensor(array: NDArray[Any]) -> Tensor:
 
 
 def _typed(values: Tensor, dtype: str) -> NDArray[Any]:
-    """Return values as an array of the model's own type; float16 ends at its largest number, not at Inf."""
+    """Return values as an array of the model's own type; float16 saturates at its largest number."""
     if dtype == "float16":
         values = values.clamp(-HALF_LIMIT, HALF_LIMIT)
     return values.numpy().astype(np.dtype(dtype), copy=False)
@@ -127,7 +127,7 @@ def payload_array(payload: Tensor) -> Array:
 
 
 def payload_bytes(record: ArrayRecord) -> list[bytes]:
-    """Return the payloads of a record in order; other arrays are left alone."""
+    """Return the payloads of a record in order; other arrays are ignored."""
     count = sum(1 for name in record if name.startswith(PAYLOAD))
     found = []
     for number in range(count):
@@ -163,5 +163,5 @@ def content_bytes(content: RecordDict) -> int:
 
 
 def data_bytes(content: RecordDict) -> int:
-    """Count the bytes of the arrays in a content: payloads, and arrays that go as they are."""
+    """Count the bytes of the arrays in a content: payloads and unchanged arrays."""
     return sum(len(array.data) for record in content.array_records.values() for array in record.values())

@@ -1,4 +1,4 @@
-"""A reply that the server does not use: who sent it, when, and why, in words that are safe to log."""
+"""A refused reply: who sent it, when, and why, in text that is safe to log."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Refusal:
 
 
 def shown(text: str) -> str:
-    """Return a text as it may be logged: short, and without escape codes or line breaks.
+    """Return a text that is safe to log: short, without escape codes or line breaks.
 
     >>> shown("red: \\x1b[31m" + 5_000_000 * "!")[:16]
     'red: \\\\x1b[31m!!!'
@@ -30,5 +30,5 @@ def shown(text: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Say what is wrong with a reply, from what was raised while reading it."""
+    """Return what is wrong with a reply, from the exception raised while reading it."""
     return shown(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Reading what clients answer: nothing is believed, and what does not fit is refused with the reason."""
+"""Read clients' replies: everything is checked, and what does not fit is refused with the reason."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ CLIENT_LIMIT = 128  # characters of a client id
 
 
 def identify(message: Message, session: int, round_: int) -> tuple[str, bytes | None]:
-    """Return who a reply says it is from and the digest of the model it holds, None if it needs one."""
+    """Return the client id that a reply claims and the digest of its model, None if it needs one."""
     if message.has_error():
         raise RefusedError(f"the client failed: {message.error.reason}")
     header = message.content.config_records.get(HEADER)
@@ -49,7 +49,7 @@ def read(
 
 
 def strip(message: Message) -> None:
-    """Take our header out, so that the inner strategy sees what it knows."""
+    """Remove our header, so that the inner strategy sees an ordinary reply."""
     message.content = RecordDict({n: r for n, r in message.content.items() if n != HEADER})
 
 
@@ -71,9 +71,9 @@ def raw_mean(model: Model, contents: Sequence[RecordDict], weights: Sequence[flo
 
 
 def _distance(name: str, array: Array, known: Array) -> float:
-    """Return how far an array that goes as it is moves, 0 if it is not of floats.
+    """Return how far an uncompressed array moves, 0 if it does not hold floats.
 
-    RefusedError if it is not of the server's type and shape, before numpy makes room for it.
+    RefusedError if it does not have the server's type and shape, before numpy allocates it.
     """
     if array.dtype != known.dtype or tuple(array.shape) != tuple(known.shape) or array.stype != known.stype:
         raise RefusedError(
@@ -92,7 +92,7 @@ def _distance(name: str, array: Array, known: Array) -> float:
 
 
 def _npy_head(data: bytes) -> tuple[object, ...]:
-    """Return shape and type that the bytes themselves claim: numpy believes those."""
+    """Return the shape and type that the bytes claim: numpy trusts those."""
     file = BytesIO(data)
     np.lib.format.read_magic(file)
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)

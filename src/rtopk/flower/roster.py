@@ -1,8 +1,8 @@
-"""What the server knows of its nodes: which client each of them is, and which model it holds.
+"""What the server knows about its nodes: which client each one is, and which model it holds.
 
-Flower vouches for the node of a reply, the client id in it is the client's own word. So an id belongs to the
-first node that answers under it, and a node answers under one id: nobody speaks for another. What a node holds
-it says itself; until then the server believes nothing, or, if clients make the first model themselves, that.
+Flower guarantees the node id of a reply; the client id is only what the client claims. So an id belongs to the
+first node that uses it, and a node may use one id: no node can reply for another. A node reports which model it
+holds; until then the server assumes none, or the first model if clients create it themselves.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,10 +16,10 @@ Rebind = Literal["gone", "always", "never"]
 class Roster:
     """The nodes and their clients.
 
-    `rebind` says when an id may go to another node. A SuperNode that restarts without a key comes back under a
-    new node id: "gone" lets it have its client id once Flower no longer lists the old node. "never" is
-    for nodes with keys, whose ids stay the same; "always" asks nothing. `clients` (node id -> client id) are
-    known before they answer.
+    `rebind` says when an id may move to another node. A SuperNode that restarts without a key returns with a
+    new node id: "gone" gives it its client id back once Flower no longer lists the old node. "never" is for
+    nodes with keys, whose ids stay the same; "always" checks nothing. `clients` (node id -> client id) are
+    bound in advance.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Roster:
         if len(self._nodes) < len(self.clients):
             raise ValueError(f"clients must give each node a client id of its own, got {self.clients}")
         self._holds: dict[int, bytes] = {}  # node -> digest of its model
-        self._asked: set[int] = set()  # nodes that did not hold what they were believed to
+        self._asked: set[int] = set()  # nodes that did not hold what was assumed
         self._numbers: dict[bytes, int] = {}  # digest -> version
 
     def client(self, node: int) -> str:
@@ -45,7 +45,7 @@ class Roster:
         return self.clients.get(node, f"node-{node}")
 
     def bind(self, node: int, client: str, connected: Callable[[], Collection[int]]) -> None:
-        """Take a node's word for its client id; RefusedError if the id or the node belongs to another."""
+        """Bind a node to the client id it claims; RefusedError if the id or the node is bound already."""
         owner, known = self._nodes.get(client), self.clients.get(node)
         if owner == node:
             return
@@ -64,20 +64,20 @@ class Roster:
         self.clients[node], self._nodes[client] = client, node
 
     def holds(self, node: int, digest: bytes) -> None:
-        """Remember which model a node says it holds."""
+        """Record which model a node reports."""
         self._holds[node] = digest
 
     def asked(self, node: int) -> None:
-        """Remember that a node asked for a snapshot."""
+        """Record that a node asked for a snapshot."""
         self._holds.pop(node, None)
         self._asked.add(node)
 
     def named(self, digest: bytes, version: int) -> None:
-        """Remember the version of a digest."""
+        """Record the version of a digest."""
         self._numbers[digest] = version
 
     def is_new(self, node: int) -> bool:
-        """Say whether a node has not told what it holds."""
+        """Return whether a node has not reported its model yet."""
         return node not in self._holds
 
     def version_of(self, node: int, latest: int) -> int | None:
@@ -88,11 +88,11 @@ class Roster:
         return 0 if believed else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who is whom; what nodes hold they say again."""
+        """Return which node is which client; nodes report their models again."""
         return {"clients": dict(self.clients)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; clients that were given beforehand stay where they are."""
+        """Continue from a state; clients bound in advance keep their nodes."""
         given = self.clients
         saved = {n: c for n, c in state["clients"].items() if n not in given and c not in given.values()}
         self.clients = saved | given

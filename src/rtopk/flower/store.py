@@ -1,8 +1,8 @@
 """Where a client keeps its state between messages: a file that survives the client, or Flower's context.
 
-A state is a dict of tensors and plain values. A file is written beside the old one, synced and renamed, so a
-crash leaves one or the other, whole; a checksum guards against everything else. The name of the file comes
-from the client id and the model, never from Flower's node id, which changes when a SuperNode restarts.
+A state is a dict of tensors and plain values. A file is written to a temporary name, synced and renamed, so a
+crash leaves the old or the new one intact; a checksum detects other damage. The file name is derived from the
+client id and the model, never from Flower's node id, which changes when a SuperNode restarts.
 """
 
 import fcntl
@@ -50,7 +50,7 @@ class FileStore:
 
     @contextmanager
     def locked(self, seconds: float = 600.0) -> Iterator[None]:
-        """Let one process at a time work on this state."""
+        """Hold a lock: one process at a time works on this state."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("w") as file:
             deadline = time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""The server's line: a strategy around any strategy that works on arrays.
+"""The server side: a wrapper around any strategy that works on arrays.
 
-The inner strategy samples clients, configures messages and aggregates as ever. This one replaces the model in
-each message by what its client needs (see `downlink`), judges the payloads that come back (see `intake`), and
-gives the inner strategy the average client, or every client's weights if it needs them (see `aggregation`).
+The inner strategy samples clients, configures messages and aggregates as usual. This one replaces the model in
+each message by what its client needs (see `downlink`), checks the payloads that come back (see `intake`), and
+passes the inner strategy the average client, or every client's weights if it needs them (see `aggregation`).
 """
 
 import logging
@@ -34,21 +34,21 @@ from rtopk.layout import DenseRule, one_dimensional
 from rtopk.local.outer import SGD, Outer, State
 
 log = logging.getLogger("rtopk.flower")
-LEAP = 2**32  # of the clock at a restart: more messages than a server can have sent after it saved
+LEAP = 2**32  # of the clock at a restart: more than the messages a server can send after saving
 
 
 class RTopKStrategy(Strategy):
     """Compress both ways around an inner strategy.
 
-    Up: `mean` is the rule of the average, `weighted` weighs clients by their examples. `each` gives the inner
-    strategy every client's weights, at the price of one dense model per client; None is what it needs.
-    `max_density`, `max_norm`, `max_weight` and `outlier` bound what a client may send; a weight counts at most
+    Up: `mean` is the rule of the average; `weighted` weighs clients by their examples. `each` passes every client's
+    weights to the inner strategy, at the cost of one dense model per client; None does so if it needs them.
+    `max_density`, `max_norm`, `max_weight` and `outlier` bound what a client may send; weights are capped at
     `weight_ratio` times the median of the round. A client id belongs to the node that `clients` (node id ->
-    client id) names, or else to the first that answers under it; `rebind` says when it may move (see
-    `roster`). Down: `downlink_density` 1 with `downlink_values` fp32 sends every changed entry exactly; less
-    sends an approximation and keeps the rest for later rounds. `anchor_every` rounds everybody gets the whole
-    model. `outer` acts on the averaged update before the inner strategy. `initial_known` says that clients make
-    the first model themselves. `on_round` is called after each round of training with its number.
+    client id) names, or else to the first node that uses it; `rebind` says when it may move (see `roster`).
+    Down: `downlink_density` 1 with `downlink_values` fp32 sends every changed entry exactly; less sends an
+    approximation and keeps the rest for later rounds. Every `anchor_every` versions clients get the whole model.
+    `outer` acts on the averaged update before the inner strategy. `initial_known` says that clients create the
+    first model themselves. `on_round` is called after each training round with its number and this strategy.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class RTopKStrategy(Strategy):
     ) -> Iterable[Message]:
         """Let the inner strategy choose, then compress what it sends."""
         self._begin(arrays)
-        self._open = None  # this message tells clients what was accepted: nothing can be after it
+        self._open = None  # this message tells clients what was accepted, so nothing may be accepted later
         model, number = self.model.record(self.versions.model, self._raw), self._before + server_round
         return self._dress(number, self.inner.configure_evaluate(number, model, config, grid), grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Judge, average, let the inner strategy step; only then are the payloads accepted."""
+        """Check, average, let the inner strategy step; only then accept the payloads."""
         number = self._before + server_round
         good = self.judge.usable(replies, self._expected(number, self._read(number)))
         self._open = None
@@ -179,7 +179,7 @@ class RTopKStrategy(Strategy):
     # -- down ---------------------------------------------------------------------------------------------
 
     def _begin(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Take the model that the round starts from; return the one that the inner strategy is to see."""
+        """Take the model that the round starts from; return the one for the inner strategy."""
         if self._returned is None:
             self.model = Model.of(arrays, self.dense)
             vector, self._raw = self.model.flatten(arrays)
@@ -193,7 +193,7 @@ class RTopKStrategy(Strategy):
             )  # fmt: skip
             if self._restored is not None:
                 self._restore(self._restored)
-        elif arrays is not self._returned:  # somebody put another model in our place
+        elif arrays is not self._returned:  # another model was put in place of ours
             vector, self._raw = self.model.flatten(arrays)
             self.versions.advance(vector)
         self._returned = arrays
@@ -243,7 +243,7 @@ class RTopKStrategy(Strategy):
     # -- restart ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restarted server needs to go on: tensors and plain values, also of the inner strategy."""
+        """Return what a restarted server needs, including the inner strategy: tensors and plain values."""
         if self._returned is None:
             raise ValueError("there is nothing to save before the first round")
         return {
@@ -260,7 +260,7 @@ class RTopKStrategy(Strategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: start this strategy with arrays of the same model, whose values do not matter."""
+        """Continue from a state; then call `start` with arrays of the same model, whose values do not matter."""
         if self._returned is not None:
             raise ValueError("a strategy that has begun cannot load a state: make a new one")
         state = state if "inner" in state else self._upgraded(state)
@@ -272,7 +272,7 @@ class RTopKStrategy(Strategy):
         self._restored = state
 
     def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete a state of a version that kept neither the round nor the inner strategy's state."""
+        """Complete a state from a version that saved neither the round nor the inner strategy's state."""
         inner = flowers.save(self.inner)
         if any(entry["state"] for entry in inner):
             raise ValueError(

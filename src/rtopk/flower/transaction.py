@@ -1,7 +1,7 @@
 """A client's error feedback as a transaction: nothing is lost and nothing counted twice.
 
 A reply may be lost after the residual was reduced. So the payload of a round stays *pending* beside the
-residual until the server says which round it accepted from this client last; then it is dropped (committed)
+residual until the server says which round it last accepted from this client; then it is dropped (committed)
 or added back. Every message carries (session, clock): the clock grows with every message of a server, the
 session with every new training. An older message is stale, an equal one a duplicate.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger("rtopk.flower")
 
 
 class Heard(Enum):
-    """What a message is to a client that remembers the last one."""
+    """How a message relates to the last one that the client acted on."""
 
     NEW = "new"
     DUPLICATE = "duplicate"
@@ -34,7 +34,7 @@ class Heard(Enum):
 
 @dataclass(frozen=True)
 class Statement:
-    """What the server says in every message: who and when it is, and what it accepted from this client."""
+    """The server's part of every message: its session and clock, and what it accepted from this client."""
 
     session: int
     clock: int
@@ -43,19 +43,19 @@ class Statement:
 
 @dataclass(frozen=True)
 class Pending:
-    """A payload whose fate is not known."""
+    """A payload that may or may not have been accepted."""
 
     round: int
     payload: Tensor  # (bytes,) uint8
-    reply: bytes  # the whole reply, to be repeated if the message comes twice
+    reply: bytes  # the whole reply, sent again if the message is repeated
     sent: SparseVector | None = None  # what was taken out of the memory; None in states of older versions
 
 
 class Transaction:
     """The residual of one client, its pending payload, and the last statement it acted on.
 
-    `hear` must come before `produce`. Whoever keeps the state on disk saves after `produce` and before the
-    reply leaves: a crash before the save leaves the last round pending, a crash after it this one.
+    Call `hear` before `produce`. Save the state after `produce` and before the reply is sent: a crash before the
+    save leaves the last round pending, a crash after it this one.
     """
 
     def __init__(self, sparsifier: Sparsifier) -> None:
@@ -68,12 +68,12 @@ class Transaction:
         sparsifier.watch = self._keep
 
     def judge(self, statement: Statement) -> Heard:
-        """Say what a message is, without acting on it."""
+        """Classify a message, without acting on it."""
         ours, theirs = (self.session, self.clock), (statement.session, statement.clock)
         return Heard.NEW if theirs > ours else Heard.DUPLICATE if theirs == ours else Heard.STALE
 
     def hear(self, statement: Statement) -> Heard:
-        """Settle what is pending by a new statement; duplicate and stale ones change nothing."""
+        """Commit or add back what is pending; duplicate and stale messages change nothing."""
         heard = self.judge(statement)
         if heard is not Heard.NEW:
             return heard
@@ -82,8 +82,8 @@ class Transaction:
         elif self.pending is not None and statement.accepted == self.pending.round:
             self.committed, self.pending = self.pending.round, None
         elif statement.accepted > self.committed:
-            # The server has a later round of ours than we remember: this state is an old copy. What it holds
-            # may have been sent since, and sending it again would count it twice.
+            # The server accepted a later round than we remember: this state is an old copy. What it holds may
+            # have been sent since, and sending it again would count it twice.
             log.warning(
                 "the server accepted round %d, this client remembers %d: its residual is out of date, dropped",
                 statement.accepted,
@@ -97,21 +97,21 @@ class Transaction:
         return heard
 
     def produce(self, update: Tensor, round_: int) -> Tensor:
-        """Compress this round's update; the payload is pending once `hold` was called with its reply."""
+        """Compress this round's update; the payload is pending once `hold` is called with its reply."""
         if self.pending is not None:
             raise ValueError(f"round {self.pending.round} is still pending: hear the next message first")
         return self.sparsifier.compress(update, round_)
 
     def hold(self, round_: int, payload: Tensor, reply: bytes) -> None:
-        """Keep what was produced until the server has spoken."""
+        """Keep what was produced until the next server message."""
         self.pending = Pending(round_, payload.clone(), reply, self._sent)
 
     def _keep(self, sent: SparseVector) -> None:
-        """Copy what was sent out of buffers that the next step uses again."""
+        """Copy what was sent: the next step reuses its buffers."""
         self._sent = SparseVector(sent.indices.clone(), sent.values.clone(), sent.size)
 
     def _give_back(self, pending: Pending) -> None:
-        """Add what was sent to the memory: as it was taken out, so that the payload need not be readable."""
+        """Add back exactly what was taken out of the memory, without decoding the payload."""
         try:
             sent = pending.sent
             if sent is None:
@@ -126,7 +126,7 @@ class Transaction:
         self.pending, self.committed = None, statement.accepted
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next message depends on: tensors and plain values only."""
+        """Return everything that the next message depends on: tensors and plain values only."""
         pending = self.pending
         return {
             "sparsifier": self.sparsifier.state_dict(),

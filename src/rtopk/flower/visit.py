@@ -1,6 +1,6 @@
-"""One message of the server at one client: catch up with the model, let the app work, compress its answer.
+"""One server message at one client: update the model, run the app, compress its reply.
 
-What is saved is saved before the reply leaves, so a crash leaves either the state before the message or the one
+The state is saved before the reply is sent, so a crash leaves either the state before the message or the one
 after it (see `transaction`).
 """
 
@@ -43,7 +43,7 @@ log = logging.getLogger("rtopk.flower")
 
 
 class StaleMessageError(ValueError):
-    """A message from before one that this client has acted on."""
+    """A message older than one that this client has acted on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Compression:
 
 
 class Visit:
-    """One message of the server at one client."""
+    """One server message at one client."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Visit:
         self.state = self._load()
 
     def answer(self, call_next: ClientAppCallable) -> Message:
-        """Bring the model up to date, let the app work, compress its answer."""
+        """Update the model, run the app, compress its reply."""
         training = self.message.metadata.message_type == MessageType.TRAIN
         repeated = self._recall() if self.state else None
         if repeated is not None and training:
@@ -106,7 +106,7 @@ class Visit:
         return Message(content, reply_to=self.message)
 
     def _recall(self) -> RecordDict | None:
-        """Refuse a stale message; return the reply to one that was answered before, None for a new one."""
+        """Refuse a stale message; return the earlier reply to a duplicate, None for a new message."""
         remembered = self.state["transaction"] if self.state else {}
         last = (remembered["session"], remembered["clock"])
         this = (self.statement.session, self.statement.clock)
@@ -122,7 +122,7 @@ class Visit:
         try:
             return self.store.load()
         except StateError as error:
-            # Without its residual a client can still take part; the server is asked for the model.
+            # Without its residual a client can still take part; it asks the server for the model.
             log.error("client %s starts over: %s", self.client, error)
             return None
 
@@ -219,7 +219,7 @@ class Visit:
 
 
 def node_number(client: str) -> int:
-    """Return the number of a client for its draws: the id if it is a number, else a hash of it."""
+    """Return the node number of a client for its draws: the id if it is a number, else a hash of it."""
     return int(client) if client.isascii() and client.isdigit() and len(client) < 19 else derive(client)
 
 

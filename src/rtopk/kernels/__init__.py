@@ -1,11 +1,11 @@
 """The hot loops: accumulate a gradient, and find the r largest entries on the way. Everything is exact.
 
-"Larger" means larger magnitude; among equal magnitudes the lower index is the larger, so the r largest entries are
-one definite set, and the same one in every backend and for any number of threads.
+"Larger" means larger magnitude; ties go to the lower index. So the r largest entries are one definite set, the same
+in every backend and for any number of threads.
 
 A backend serves one kind of tensor: `cpu` has compiled loops for fp32 in host memory, `torch` serves every other
-device and dtype (in `plain.py`: a file torch.py here would be taken for torch itself). `backend` chooses, and is
-the only place that asks what a tensor is; RTOPK_BACKEND=torch makes it choose that one always. All give the same
+device and dtype (in `plain.py`, because a file torch.py here would shadow torch). `backend` chooses one, and is the
+only place that asks what kind a tensor is; RTOPK_BACKEND=torch makes it always choose that one. All give the same
 bits.
 """
 
@@ -24,7 +24,7 @@ Words = Any  # bits in words of 64, or a function that returns them
 
 
 class NotFiniteError(ValueError):
-    """An entry is NaN or Inf; `index` is where the first one is."""
+    """An entry is NaN or Inf; `index` is the position of the first one."""
 
     def __init__(self, name: str, value: float, index: int, size: int) -> None:
         super().__init__(
@@ -35,11 +35,11 @@ class NotFiniteError(ValueError):
 
 
 class Backend(Protocol):
-    """What a backend can do; every function has the same meaning in each."""
+    """The interface of a backend; every function means the same in each."""
 
     @property
     def serves(self) -> Callable[..., bool]:
-        """Say whether it can work on these vectors."""
+        """Return whether it can work on these vectors."""
 
     @property
     def zeros(self) -> Callable[[int, torch.dtype, torch.device], Tensor]:
@@ -47,13 +47,13 @@ class Backend(Protocol):
 
     @property
     def reaches(self) -> Callable[[Tensor, float], bool]:
-        """Say whether a magnitude is at least a limit, or NaN."""
+        """Return whether any magnitude is at least a limit, or NaN."""
 
     @property
     def accumulate_(
         self,
     ) -> Callable[[Tensor, Tensor, Search | None, Tensor | None, float, float], Candidates | None]:
-        """Add a gradient to a residual and note the candidates on the way."""
+        """Add a gradient to a residual and note candidates in the same pass."""
 
     @property
     def scan(self) -> Callable[[Tensor, Search], Candidates]:
@@ -65,7 +65,7 @@ class Backend(Protocol):
 
     @property
     def pick(self) -> Callable[[Candidates, int, Words, int], Picked]:
-        """Return those of the r largest candidates whose rank is drawn."""
+        """Return the drawn ones of the r largest candidates."""
 
     @property
     def subtract_(self) -> Callable[[Tensor, Tensor, Tensor, float], None]:
@@ -80,7 +80,7 @@ BACKENDS: dict[str, Backend] = {"cpu": cpu, "torch": plain}  # the first that se
 
 
 def forced() -> str | None:
-    """Return the backend that the environment names; it is taken for all that it serves."""
+    """Return the backend that RTOPK_BACKEND names; it is preferred wherever it serves."""
     name = os.environ.get("RTOPK_BACKEND") or None
     if name is not None and name not in BACKENDS:
         raise ValueError(f"RTOPK_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
@@ -96,13 +96,13 @@ def backend(*vectors: Tensor) -> Backend:
 
 
 def zeros(like: Tensor) -> Tensor:
-    """Make the memory of a gradient: zeros; half precision is accumulated in fp32."""
+    """Allocate the memory of a gradient: zeros, at least fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return backend(like.new_empty(0, dtype=dtype)).zeros(like.numel(), dtype, like.device)
 
 
 def reaches(vector: Tensor, limit: float) -> bool:
-    """Say whether a magnitude is at least `limit`, or NaN."""
+    """Return whether any magnitude is at least `limit`, or NaN."""
     return bool(vector.numel()) and backend(vector).reaches(vector, limit)
 
 
@@ -123,8 +123,8 @@ def accumulate_(
 ) -> None:
     """Add the gradient to the residual, or to the velocity and that to the residual.
 
-    With a velocity: velocity <- momentum * velocity + scale * gradient, each operation rounded. Candidates go to
-    `search.found`.
+    With a velocity: velocity <- momentum * velocity + scale * gradient, with every operation rounded. Candidates go
+    to `search.found`.
     """
     moved = (residual, gradient) if velocity is None else (residual, gradient, velocity)
     found = backend(*moved).accumulate_(residual, gradient, search, velocity, momentum, scale)
@@ -139,9 +139,9 @@ def scan(vector: Tensor, search: Search) -> Candidates:
 
 
 def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
-    """Scan a vector, or only look at it; raise ValueError if an entry is not finite.
+    """Scan a vector, or only check it; raise ValueError if an entry is not finite.
 
-    The search is the check for the part that it covers: NaN and Inf are the largest entries of all.
+    The search checks the part that it covers: NaN and Inf count as the largest entries.
     """
     if search is None:
         require_finite(vector, name)
@@ -153,7 +153,7 @@ def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
 
 
 def search_largest(vector: Tensor, r: int) -> Candidates:
-    """Return candidates that hold the r largest entries, without a guess."""
+    """Return candidates that include the r largest entries, without a previous guess."""
     serving = backend(vector)
     sample = serving.sample(vector, slice(None, None, stride(vector.numel())))
     found = scan(vector, _unchecked(quantiles(sample, r, vector.numel())[0], r))
@@ -161,7 +161,7 @@ def search_largest(vector: Tensor, r: int) -> Candidates:
 
 
 def _unchecked(floor: float, r: int) -> Search:
-    """Return a search whose floor is not compared with a sample: it comes from one."""
+    """Return a search whose floor is not checked against a sample, because it comes from one."""
     search = Search(floor, r)
     search.checks = 0
     return search
@@ -177,7 +177,7 @@ def largest(vector: Tensor, r: int) -> Tensor:
 def pick(candidates: Candidates, r: int, words: Words, k: int) -> Picked:
     """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`.
 
-    A function that returns the words is called beside the search for the r-th magnitude.
+    `words` may be a function, which is called in parallel with the search for the r-th magnitude.
     """
     if len(candidates) < r:
         raise ValueError(f"need at least r={r} candidates, got {len(candidates)}")

@@ -1,19 +1,19 @@
-"""Compiled loops for fp32 vectors in the memory of the host.
+"""Compiled loops for fp32 vectors in host memory.
 
-1. A check reads the gradient: if an entry is not finite, nothing is written at all.
+1. A check reads the gradient: if an entry is not finite, nothing is written.
 2. One pass adds the gradient to the residual, 64 entries at a time, and compares the sums with a bound while
-   they are in registers: one word of 64 bits says which reach it. Mostly it is zero, and that was all.
-3. Positions and values of those that reach it are written down: the candidates.
+   they are in registers: a 64-bit word says which reach it. Usually it is zero, and the pass moves on.
+3. The positions and values of entries that reach the bound are stored: the candidates.
 4. The bound comes from the floor, a guess at the r-th magnitude: the last step's, lowered a little.
-5. Too low a guess: when a third more than r are held, the r largest are kept and the bound rises above
-   them, so a pass never holds much more than r, whatever the data. Where r is large, a sample of the sums
-   corrects the guess before the pass begins.
-6. Too high a guess: fewer than r candidates. Only then a second scan, with a floor taken from a sample; and
-   if even that was too high, a third with floor zero, which always finds r.
-7. The r-th magnitude of the candidates is found exactly, from a sample and a look at those near it; one more
-   pass over them ranks them and picks those whose rank was drawn. Select and subtract cost O(r), not O(d).
+5. If the guess is too low: once a third more than r are held, the r largest are kept and the bound rises above
+   them, so a pass never holds much more than r, whatever the data. If r is large, a sample of the sums
+   corrects the guess before the pass starts.
+6. If the guess is too high, there are fewer than r candidates. Only then a second scan runs, with a floor from a
+   sample; if even that was too high, a third with floor zero always finds r.
+7. The r-th magnitude of the candidates is found exactly, from a sample and the keys near it. One more pass over
+   the candidates ranks them and picks those whose rank was drawn. Select and subtract cost O(r), not O(d).
 
-Each thread does this for its own range; ranges follow one another, so candidates are in order.
+Each thread does this for its own range. Ranges are consecutive, so candidates are in order.
 """
 
 import functools
@@ -30,7 +30,7 @@ from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quan
 from rtopk.kernels.threads import Cuts, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
-SCATTER = 1 << 14  # entries that are worth a thread where each is a miss of the cache
+SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
 SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
 
 
@@ -42,14 +42,14 @@ def serves(*vectors: Tensor) -> bool:
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make a vector of zeros.
 
-    From numpy: torch's own threads, which would fill it, hang in a forked child. And where the system lets
-    programs ask for them, numpy's memory has huge pages, which are read faster.
+    From numpy: torch's threads, which would fill it, hang in a forked child. And if the system allows it, numpy's
+    memory has huge pages, which are read faster.
     """
     return torch.from_numpy(np.zeros(size, np.float32))
 
 
 def reaches(vector: Tensor, limit: float) -> bool:
-    """Say whether a magnitude is at least `limit`, or NaN."""
+    """Return whether any magnitude is at least `limit`, or NaN."""
     array, bound = _array(vector), _key(limit)
     return any(together([partial(loops.reaches, array, a, b, bound) for a, b in ranges(array.size, 64)]))
 
@@ -117,8 +117,7 @@ def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) ->
     if not loops.within(places, vector.numel()):
         low, high = int(places.min()), int(places.max())
         raise IndexError(f"indices must lie in [0, {vector.numel()}), got {low} to {high}")
-    # numpy, because so few entries are not worth waking torch's threads: on a busy machine that costs more than
-    # all the rest.
+    # numpy, because waking torch's threads for so few entries costs more than all the rest on a busy machine.
     arrays = _array(vector), places, given if factor == 1.0 else given * np.float32(factor)
     together([partial(loops.take_out, *arrays, a, b) for a, b in ranges(indices.numel(), 1, SCATTER)])
 
@@ -177,7 +176,7 @@ def _collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[s
 def _without_search(loop: Callable[..., Any], cuts: Cuts) -> None:
     """Run the pass with a bound that no finite entry reaches."""
 
-    def nothing() -> tuple[Any, ...]:  # the loops write before they look
+    def nothing() -> tuple[Any, ...]:  # the loops write before they compare
         return np.int32(0x7FFFFFFF), np.empty(loops.SPARE, np.int32), np.empty(loops.SPARE, np.float32), 0
 
     together([partial(loop, begin, end, *nothing()) for begin, end in cuts])
@@ -186,7 +185,7 @@ def _without_search(loop: Callable[..., Any], cuts: Cuts) -> None:
 def _part(
     loop: Callable[..., Any], part: int, cuts: Cuts, d: int, floor: float, search: Search
 ) -> tuple[Tensor, Tensor]:
-    """Run the pass over one range, making room as it goes: first larger arrays, then a higher bound."""
+    """Run the pass over one range; if arrays fill up, enlarge them first, then raise the bound."""
     at, end = cuts[part]
     bound, count = _key(floor), 0
     wanted = end - at if search.wanted is None else min(search.wanted, end - at)
@@ -209,7 +208,7 @@ def _part(
             count = loops.keep(positions[:count], values[:count], last.key, last.ties)
             if count != wanted:
                 raise AssertionError(f"{count} entries are kept where {wanted} are wanted: {last}")
-            bound = np.int32(last.key + 1)  # a later tie loses against an earlier one
+            bound = np.int32(last.key + 1)  # ties go to the earlier entry
 
 
 def _grown(array: Any, count: int, room: int) -> Any:

@@ -1,7 +1,7 @@
-"""The draw of k of r ranks, uniform without replacement: as bits of words, or as numbers where k is far below r.
+"""Draw k of r ranks uniformly without replacement: as bits of words, or as numbers if k is far below r.
 
-A seed gives a stream of numbers (splitmix64); the first k distinct ones are drawn, or, where k is more than half
-of r, the first r - k are left out. Neither time nor memory depends on anything but r and k.
+A seed gives a stream of numbers (splitmix64); the first k distinct ones are drawn or, if k is more than half of
+r, the first r - k are left out. Time and memory depend only on r and k.
 """
 
 from typing import Any
@@ -91,7 +91,7 @@ def _draw_words(words: Array, r: int, k: int, seed: int) -> None:
 
 @entry
 def _draw_few(table: Array, out: Array, r: int, seed: int) -> None:
-    """Write down the same numbers where k is far below r; `table` is a hash set of 2 ** n places, all -1."""
+    """Write the same numbers if k is far below r; `table` is a hash set of 2 ** n places, all -1."""
     state, size = np.uint64(seed), np.uint64(r)
     reject = (np.uint64(0) - size) % size
     mask = np.uint64(table.size - 1)
@@ -109,7 +109,7 @@ def _draw_few(table: Array, out: Array, r: int, seed: int) -> None:
 
 @entry
 def _set_bits(words: Array, out: Array) -> None:
-    """Write down the positions of the set bits, ascending."""
+    """Write the positions of the set bits, ascending."""
     count = 0
     for w in range(words.size):
         word = words[w]

@@ -1,8 +1,8 @@
-"""How loops are compiled: by numba, at their first call, without the interpreter lock, kept on disk.
+"""How loops are compiled: by numba, at their first call, without the GIL, cached on disk.
 
-Nothing is compiled at import. The first call of a loop says so if it has to compile for more than a second. numba
-looks for changes only in the file of the loop that Python calls: whoever changes a loop or an instruction that
-loops in other files use deletes `__pycache__`.
+Nothing is compiled at import. The first call of a loop prints a note if it compiles for more than a second. numba
+checks for changes only in the file of the loop that Python calls: if you change a loop or an instruction that loops
+in other files use, delete `__pycache__`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 P = ParamSpec("P")
 R = TypeVar("R")
 Array = NDArray[Any]  # numba compiles for the dtypes that it meets
-Num = Any  # a number of the machine, not of Python
+Num = Any  # a machine number, not a Python one
 int32: Any = numba.int32
 int64: Any = numba.int64
 uint8: Any = numba.uint8
@@ -26,11 +26,11 @@ uint16: Any = numba.uint16
 uint32: Any = numba.uint32
 uint64: Any = numba.uint64
 
-PATIENCE = 1.0  # seconds of compiling before it is said
+PATIENCE = 1.0  # seconds of compiling before a note is printed
 
 
 def loop(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    """Compile a loop that other loops call; division is that of the machine, not of Python."""
+    """Compile a loop that other loops call; division follows the machine, not Python."""
     options = {"nogil": True, "error_model": "numpy", **options}
     try:
         return cast(Callable[P, R], numba.njit(cache=True, **options)(function))
@@ -40,7 +40,7 @@ def loop(function: Callable[P, R], **options: Any) -> Callable[P, R]:
 
 
 def entry(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a loop that Python calls; say so if that takes long."""
+    """Compile a loop that Python calls; print a note if that takes long."""
     compiled, ready = loop(function), False
 
     @functools.wraps(compiled)

@@ -1,7 +1,7 @@
-"""The compiled loops behind `kernels`: fp32 vectors in the memory of the CPU.
+"""The compiled loops of the `cpu` backend: fp32 vectors in host memory.
 
-Each loop takes a range of the vector, so that threads can share one; none allocates more than a group. Keys
-and groups are explained in `simd`. Callers see to it that indices are in range: there is no check in here.
+Each loop takes a range of the vector, so that threads can share a vector; none allocates more than a group. Keys
+and groups are explained in `simd`. Callers ensure that indices are in range: nothing is checked here.
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 @entry
 def reaches(vector: Array, begin: int, end: int, bound: np.int32) -> bool:
-    """Say whether an entry reaches the bound; with the key of Inf: whether one is not finite.
+    """Return whether an entry reaches the bound; with the key of Inf: whether one is not finite.
 
-    From the end to the beginning, so that what the next pass reads first was read last and may still be in
-    the cache; two streams, because one does not keep the memory busy.
+    It reads from the end to the beginning, so that what the next pass reads first may still be in the cache;
+    in two streams, because one does not saturate the memory.
     """
     high_end = end
     while high_end - begin >= 2 * GROUP:
@@ -58,7 +58,7 @@ def reaches(vector: Array, begin: int, end: int, bound: np.int32) -> bool:
 
 @inlined
 def _put(found: Any, start: int, vector: Array, positions: Array, values: Array, count: int) -> Any:
-    """Write down the first entry of a group, or anything if there is none; return the others."""
+    """Store the first entry of a group, or anything if there is none; return the others."""
     at = np.uint64(start) + (np.uint64(lowest(found)) & np.uint64(63))
     positions[np.uint64(count)] = at
     values[np.uint64(count)] = vector[at]
@@ -67,7 +67,7 @@ def _put(found: Any, start: int, vector: Array, positions: Array, values: Array,
 
 @inlined
 def _write(found: Any, start: int, vector: Array, positions: Array, values: Array, count: int) -> int:
-    """Write down the entries of one group: six at once, then fours. A wasted write costs less than a branch."""
+    """Store the entries of one group: six at once, then fours. A wasted write costs less than a branch."""
     after: int = count + ones(found)
     for i in range(6):
         found = _put(found, start, vector, positions, values, count + i)
@@ -83,7 +83,7 @@ def _write(found: Any, start: int, vector: Array, positions: Array, values: Arra
 def _rest(
     begin: int, end: int, bound: np.int32, vector: Array, positions: Array, values: Array, count: int
 ) -> tuple[int, int]:
-    """Write down what reaches the bound in less than a group."""
+    """Store what reaches the bound in an incomplete group."""
     keys = vector.view(np.int32)
     for i in range(begin, end):
         if keys[i] & _SIGNLESS >= bound:
@@ -93,17 +93,17 @@ def _rest(
     return end, count
 
 
-# Three loops that differ in one line: with a choice inside, LLVM no longer keeps a group in registers. Each
-# starts at `begin` and stops at the end, or before a group that the room left in `positions` might not hold;
-# it returns where it stopped and the number of entries written down. Gradients mostly lie in pages of 4 KiB,
-# and the processor does not fetch ahead across the end of one: the next page is asked for in time.
+# Three loops that differ in one line: with a branch inside, LLVM no longer keeps a group in registers. Each
+# starts at `begin` and stops at the end, or before a group that might not fit into `positions`; it returns where
+# it stopped and the number of entries stored. Gradients mostly lie in pages of 4 KiB, and the processor does not
+# prefetch across the end of a page, so the loops prefetch the next one.
 
 
 @entry
 def scan(
     vector: Array, begin: int, end: int, bound: np.int32, positions: Array, values: Array, count: int
 ) -> tuple[int, int]:
-    """Write down the entries that reach the bound."""
+    """Store the entries that reach the bound."""
     room = positions.size - SPARE
     while begin + GROUP <= end and count <= room:
         found = scan_group(vector, begin, bound)
@@ -125,7 +125,7 @@ def add(
     values: Array,
     count: int,
 ) -> tuple[int, int]:
-    """Add the gradient to the residual; write down the entries that reach the bound."""
+    """Add the gradient to the residual; store the entries that reach the bound."""
     room = positions.size - SPARE
     while begin + GROUP <= end and count <= room:
         if not begin % PAGE:
@@ -154,7 +154,7 @@ def move(
     values: Array,
     count: int,
 ) -> tuple[int, int]:
-    """Move the velocity, add it to the residual; write down the entries that reach the bound."""
+    """Update the velocity, add it to the residual; store the entries that reach the bound."""
     room = positions.size - SPARE
     while begin + GROUP <= end and count <= room:
         if not begin % PAGE:
@@ -197,10 +197,10 @@ def pick(
     out_values: Array,
     count: int,
 ) -> None:
-    """Rank the entries above the threshold and the first `ties` at it; write down those whose bit is set.
+    """Rank the entries above the threshold and the first `ties` at it; store those whose bit is set.
 
-    Go by groups of 64: take as many bits from `words` as the group has ranks, and move them apart where an
-    entry has no rank. Ranks begin at `rank`, places in `out` at `count`.
+    For each group of 64, take as many bits from `words` as the group has ranks, and spread them to the entries that
+    have one. Ranks begin at `rank`, places in `out` at `count`.
     """
     keys = values.view(np.int32)
     for start in range(0, keys.size, GROUP):
@@ -244,7 +244,7 @@ def take_out(residual: Array, indices: Array, values: Array, begin: int, end: in
 
 @entry
 def within(indices: Array, size: int) -> bool:
-    """Say whether all indices lie in [0, size)."""
+    """Return whether all indices lie in [0, size)."""
     outside = 0
     for i in range(indices.size):
         outside |= int(np.uint64(indices[i]) >= np.uint64(size))

@@ -1,8 +1,7 @@
 """Plain torch, for every device and dtype: the same streaming search in blocks.
 
-Entries that reach a bound are written down; when there are more than enough, only the largest are kept and the
-bound rises. No sort and no topk ever sees more than a block and twice r entries, and the result is the same set,
-entry for entry.
+Entries that reach a bound are collected; when there are more than enough, only the largest are kept and the bound
+rises. No sort or topk ever sees more than a block plus twice r entries. The result is exactly the same set.
 """
 
 import math
@@ -29,7 +28,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def reaches(vector: Tensor, limit: float) -> bool:
-    """Say whether a magnitude is at least `limit`, or NaN."""
+    """Return whether any magnitude is at least `limit`, or NaN."""
     low, high = torch.aminmax(vector.detach())  # NaN if there is one
     return not (float(high) < limit and float(low) > -limit)
 
@@ -78,7 +77,7 @@ def scan(vector: Tensor, search: Search) -> Candidates:
             at, value = torch.cat(positions), torch.cat(values)
             best = _largest_of(value, search.wanted)
             positions, values, held = [at[best]], [value[best]], search.wanted
-            bound, strict = _magnitude(values[0]).min(), True  # a later tie loses against an earlier one
+            bound, strict = _magnitude(values[0]).min(), True  # ties go to the earlier entry
     return Candidates(((torch.cat(positions), torch.cat(values)),), search.floor)
 
 
@@ -105,11 +104,13 @@ def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) ->
 def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     """Join ascending lists of positions by sorting."""
     joint = torch.unique(torch.cat(list(lists)))
+    if joint.numel() and not (int(joint[0]) >= 0 and int(joint[-1]) < size):
+        raise ValueError(f"positions must lie in [0, {size}), got {int(joint[0])} to {int(joint[-1])}")
     return joint, [torch.searchsorted(joint, positions) for positions in lists]
 
 
 def _largest_of(values: Tensor, r: int) -> Tensor:
-    """Return where the r largest magnitudes are, ascending; among equals the first are the larger."""
+    """Return the places of the r largest magnitudes, ascending; ties go to the earlier."""
     magnitude = _magnitude(values)
     threshold = magnitude.topk(r, sorted=False).values.min()
     chosen = magnitude > threshold
@@ -119,5 +120,5 @@ def _largest_of(values: Tensor, r: int) -> Tensor:
 
 
 def _magnitude(values: Tensor) -> Tensor:
-    """Return magnitudes that can be compared: NaN is as large as Inf."""
+    """Return comparable magnitudes: NaN counts as Inf."""
     return values.abs().nan_to_num(nan=math.inf, posinf=math.inf)

@@ -1,7 +1,7 @@
-"""Where the r largest of some candidates end: the r-th magnitude, exactly, and how its ties are shared.
+"""Find the r-th largest magnitude of some candidates, exactly, and how many of its ties belong to the r.
 
-A sample says between which two keys the r-th most likely lies; one pass counts those above and writes down those
-between. If the sample misled, or too many are equal, a histogram finds the bin of the r-th instead.
+A sample says between which two keys the r-th most likely lies; one pass counts those above and collects those
+between. If the sample was misleading, or too many keys are equal, a histogram finds the bin of the r-th instead.
 """
 
 import math
@@ -14,7 +14,7 @@ from rtopk.kernels.simd import GROUP, SIGNLESS, lowest, ones, scan_group
 
 SPARE = GROUP + 4  # free places that a group may need: keys are written four at a time
 BINS = 2048
-FEW = 65536  # keys that are looked at one by one rather than counted in finer bins
+FEW = 65536  # fewer keys than this are examined one by one rather than counted in finer bins
 _SIGNLESS = np.int32(SIGNLESS)
 _ONE = np.uint64(1)
 
@@ -102,7 +102,7 @@ def _histogram(values: Array, low: int, shift: int, counts: Array) -> None:
 
 @entry
 def _keys_between(values: Array, low: int, high_end: int, out: Array) -> int:
-    """Write down the keys in [low, high_end) and return their number."""
+    """Collect the keys in [low, high_end) and return their number."""
     keys = values.view(np.int32)
     count = 0
     for i in range(keys.size):
@@ -115,7 +115,7 @@ def _keys_between(values: Array, low: int, high_end: int, out: Array) -> int:
 
 @entry
 def _window(values: Array, low: np.int32, high_end: np.int32, out: Array) -> tuple[int, int]:
-    """Count the keys from `high_end` on and write down those in [low, high_end), up to the room in `out`."""
+    """Count the keys from `high_end` on and collect those in [low, high_end), up to the room in `out`."""
     keys = values.view(np.int32)
     above = count = i = 0
     while i + GROUP <= keys.size and count <= out.size - SPARE:

@@ -1,8 +1,8 @@
-"""What a pass over a vector looks for, and what it finds: entries at or above a floor, the r largest among them.
+"""Candidates: the entries of a vector at or above a floor, which include the r largest.
 
-A `Search` accompanies one vector from step to step. It guesses how large the r-th entry will be, so that the pass
-which accumulates the gradient can note the candidates on the way. The guess decides how long a step takes and
-never what is selected, so a search is in no state.
+A `Search` belongs to one vector and is reused in every step. It guesses how large the r-th entry will be, so that
+the pass that accumulates the gradient can also note the candidates. The guess affects only the time of a step,
+never what is selected, so it is not part of any checkpoint.
 """
 
 import math
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096
-CHECKS = 8  # passes for which a guess is compared with a sample, after a bad one
-LARGE = 8 * SAMPLE  # from this r on, a sample costs less than the candidates of a bad guess
+CHECKS = 8  # passes in which the guess is compared with a sample, after a bad guess
+LARGE = 8 * SAMPLE  # from this r on, a sample costs less than the extra candidates of a bad guess
 
 # How the guess at the next r-th magnitude follows the last ones, in logarithms; see docs/performance.md.
-FIRST_MARGIN = 0.04  # how far below what the trend predicts to guess
+FIRST_MARGIN = 0.04  # how far below the predicted magnitude to guess
 LEAST, MOST = 0.01, 0.5
 FORGET = 0.975
 SAFETY = 2.0
@@ -29,7 +29,7 @@ _NOTHING = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Entries at or above a floor, in parts that follow one another, positions ascending."""
+    """Entries at or above a floor, in consecutive parts, positions ascending."""
 
     parts: tuple[tuple[Tensor, Tensor], ...]  # positions (int32 or int64), values
     floor: float
@@ -52,10 +52,10 @@ class Picked(NamedTuple):
 
 
 class Search:
-    """What to look for in one vector, the memory that candidates are written to, and what was found.
+    """What to look for in one vector, the arrays for candidates, and what was found.
 
-    `floor` is the least magnitude of a candidate. `wanted` of the largest are enough (None: all); only the first
-    `size` entries compete (None: all). What was found is valid until the next pass with this search.
+    `floor` is the smallest magnitude of a candidate. The `wanted` largest are enough (None: all); only the first
+    `size` entries compete (None: all). `found` is valid until the next pass with this search.
     """
 
     def __init__(self, floor: float = 0.0, wanted: int | None = None, size: int | None = None) -> None:
@@ -64,27 +64,27 @@ class Search:
         self.floor, self.wanted, self.size = floor, wanted, size
         self.found: Candidates | None = None
         self.steps = 0
-        self.second_scans = 0  # steps in which the candidates did not suffice, the first step among them
-        self.checks = CHECKS  # for so many passes more, the floor is compared with a sample
-        self.shares: list[float] = []  # of the last candidates, the share of each part
+        self.second_scans = 0  # steps with too few candidates, including the first
+        self.checks = CHECKS  # the number of further passes in which the floor is compared with a sample
+        self.shares: list[float] = []  # each part's share of the last candidates
         self._arrays: dict[int, tuple[Any, Any]] = {}
         self._last: tuple[float, int] | None = None  # the r-th magnitude of the last step, and its r
-        self._trend = 0.0  # how its logarithm has grown in a step, of late
-        self._margin = FIRST_MARGIN  # how far it may fall short of that
+        self._trend = 0.0  # recent growth of its logarithm per step
+        self._margin = FIRST_MARGIN  # how far it may fall below that
 
     def aim(self, r: int, size: int) -> bool:
-        """Look for the r largest of the first `size` entries; say whether there is a guess to begin with."""
+        """Aim at the r largest of the first `size` entries; return whether there is a guess to start from."""
         self.found = None
         if self._last is None or r == size:
             return False
         magnitude, at = self._last
-        # Between two densities, take the tail of a power law: half the magnitude for twice the entries.
+        # If r has changed, assume a power law: half the magnitude for twice the entries.
         self.floor = magnitude * math.exp(self._trend - self._margin) * min(1.0, at / r)
         self.wanted, self.size = r, size
         return True
 
     def learn(self, magnitude: float, r: int) -> None:
-        """Note the r-th magnitude; the worst shortfall of late, slowly forgotten, says how low to guess next."""
+        """Record the r-th magnitude; the worst recent shortfall, which decays slowly, sets the next margin."""
         self.steps += 1
         self.second_scans += self.found is None or len(self.found) < r
         if self._last is not None and self._last[1] == r and min(magnitude, self._last[0]) > 0.0:
@@ -94,9 +94,9 @@ class Search:
         self._last = (magnitude, r)
 
     def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
-        """Return arrays with about that much room: those kept, unless they are far too small or too large.
+        """Return arrays with about that much room: the kept ones, unless they are far too small or too large.
 
-        They are kept from step to step because fresh memory is slow to touch.
+        Arrays are reused from step to step because the first write to new memory is slow.
         """
         positions, values = self._arrays.pop(part, (_NOTHING, _NOTHING))
         if positions.dtype == place and room - room // 8 <= positions.size <= room + room // 4 + 256:
@@ -110,7 +110,7 @@ class Search:
 
 
 def stride(d: int) -> int:
-    """Return a step that takes a sample and follows no period of the data: shapes are products of 2, 3 and 5."""
+    """Return a sampling stride that shares no period with the data: it has no factor 2, 3 or 5."""
     step = max(1, d // SAMPLE)
     while math.gcd(step, 30) > 1:
         step += 1
@@ -118,7 +118,7 @@ def stride(d: int) -> int:
 
 
 def quantiles(sample: Any, r: int, d: int) -> tuple[float, float]:
-    """Return a magnitude that r of the d entries and a few more reach, almost surely, and one that about r do."""
+    """Return a magnitude that almost surely more than r of d entries reach, and one that about r reach."""
     n = sample.size
     expected = r * n / d
     lower = math.ceil(expected + 3.0 * math.sqrt(expected) + 4.0) if n < d else r

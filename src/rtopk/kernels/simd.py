@@ -49,7 +49,7 @@ def _scan(typing: Any, vector: Any, start: Any, bound: Any) -> Any:
 
 
 def _peak(typing: Any, vector: Any, start: Any, bound: Any) -> Any:
-    """Return other than zero if one of the 64 entries from `start` reaches the bound: fewer operations."""
+    """Return nonzero if one of the 64 entries from `start` reaches the bound; fewer operations than `_scan`."""
 
     def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
         words = b.load(_at(ctx, b, vector, args[0], args[1], _INTS), align=4)
@@ -89,7 +89,7 @@ def _momentum(
     start: Any,
     bound: Any,
 ) -> Any:
-    """Move velocity and residual in 64 entries and return which of the residual reach the bound."""
+    """Update velocity and residual in 64 entries and return which of the residual reach the bound."""
 
     def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
         kept = _at(ctx, b, residual, args[0], args[5], _FLOATS)
@@ -112,7 +112,7 @@ def _momentum(
 
 
 def _prefetch(typing: Any, vector: Any, index: Any) -> Any:
-    """Fetch the line of the cache that holds an entry; one outside the vector is no error."""
+    """Prefetch the cache line of an entry; one outside the vector is no error."""
 
     def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
         byte = ir.IntType(8).as_pointer()
@@ -149,7 +149,7 @@ def deposit_by_steps(bits: Any, mask: Any) -> Any:
 
 
 def _has_deposit() -> bool:
-    """Say whether code is compiled for this very machine, and it has the instruction."""
+    """Return whether code is compiled for this machine, and it has the instruction."""
     generic = numba.config.CPU_NAME or numba.config.CPU_FEATURES  # type: ignore[attr-defined]
     return not generic and llvm.get_host_cpu_features().get("bmi2", False)
 

@@ -1,9 +1,9 @@
-"""Share work between as many threads as torch uses, if possible between the very same ones.
+"""Share work between as many threads as torch uses, if possible the same threads.
 
-After every parallel operation torch's own threads wait for the next one in a busy loop, for some milliseconds.
-Threads of our own would have to share the cores with them just then, right after the backward pass; so where
-torch runs on libgomp, work is handed to libgomp too. Elsewhere, and in a forked child, where libgomp's threads
-are gone and would be waited for forever, a plain pool does it. Both allow several callers at once.
+After every parallel operation torch's threads wait for the next one in a busy loop, for some milliseconds. Threads
+of our own would compete with them for the cores, right after the backward pass. So if torch runs on libgomp, work
+goes to libgomp too. Otherwise, and in a forked child, where libgomp's threads are gone and waiting for them would
+hang, a plain pool is used. Both allow several callers at once.
 """
 
 import ctypes
@@ -33,8 +33,7 @@ _forked = False
 def together(tasks: Sequence[Callable[[], R]], size: int = INLINE) -> list[R]:
     """Run tasks at the same time, one of them in this thread; return their results in order.
 
-    Tasks that have fewer than `INLINE` entries to look at between them run one after the other, and so do all
-    if torch uses one thread.
+    Tasks with fewer than `INLINE` entries in total run one after the other, as do all if torch uses one thread.
     """
     if len(tasks) == 1 or size < INLINE or torch.get_num_threads() == 1:
         return [task() for task in tasks]
@@ -47,7 +46,7 @@ def ranges(size: int, multiple: int, inline: int = INLINE) -> Cuts:
     return _cuts(size, multiple, 1 if size < inline else max(1, min(torch.get_num_threads(), MOST)))
 
 
-# Kept, because a step finds nothing in the cache of the processor, its code least of all: each look takes longer.
+# Cached: a step starts with cold processor caches, so even a short computation is slow.
 @functools.lru_cache(1024)
 def _cuts(size: int, multiple: int, count: int) -> Cuts:
     cuts = [size * i // count // multiple * multiple for i in range(count)] + [size]
@@ -55,7 +54,7 @@ def _cuts(size: int, multiple: int, count: int) -> Cuts:
 
 
 def _in_region(parallel: Any, tasks: Sequence[Callable[[], R]]) -> list[R]:
-    """Run tasks in a parallel region of libgomp; however many threads it gives us, they take all tasks."""
+    """Run tasks in a parallel region of libgomp; the threads it provides, however many, take all tasks."""
     job: _Job = iter(enumerate(tasks)), {}, []
     number = next(_numbers)
     _jobs[number] = job
@@ -83,7 +82,7 @@ def _take_tasks(number: int) -> None:
         errors.append(error)
 
 
-_work = _Region(_take_tasks)  # made once: to make a function that C can call takes longer than to call it
+_work = _Region(_take_tasks)  # made once: creating a C callback takes longer than calling it
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Several ascending lists of positions -> their union, and the place of each position in it.
 
-A bitmap of d bits takes all lists in one sweep each; counting its set bits word by word then gives the union,
-in order, and every position's place in it, without sorting: O(d / 64 + positions).
+Each list is marked in a bitmap of d bits. Counting the set bits word by word then gives the union, in order, and
+every position's place in it, without sorting: O(d / 64 + positions).
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
 
 @entry
 def mark(words: Array, positions: Array, size: int) -> bool:
-    """Set the bit of each position; say whether all were within the size."""
+    """Set the bit of each position; return whether all were within the size."""
     for i in range(len(positions)):
         p = positions[i]
         if p < 0 or p >= size:

@@ -1,6 +1,6 @@
 """Which entries to send: the paper's family of rules, and others, one file each.
 
-All of them choose from finite vectors, as a memory returns them. docs/rivals.md compares them at equal bytes.
+All choose from finite vectors, as a memory returns them. docs/rivals.md compares them at equal bytes.
 """
 
 from rtopk.select.age import RAgeK

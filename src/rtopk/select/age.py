@@ -15,8 +15,8 @@ from rtopk.select.rule import Rule
 class RAgeK(Rule, method="rage-k"):
     """Send, of the r largest entries, the k that this node has not sent for longest.
 
-    Among those that have waited equally long (all, at first) the larger goes first, and of equal ones that of
-    lower index. r is as in `RTopK`: `r_over_k` times k, or `nodes` times k.
+    Entries that have waited equally long (all, at first) are ordered by magnitude, then by lower index. r is as
+    in `RTopK`: `r_over_k` times k, or `nodes` times k.
     """
 
     r_over_k: float | None = None
@@ -32,11 +32,11 @@ class RAgeK(Rule, method="rage-k"):
         return cls(r_over_k=r_over_k) if r_over_k else cls(nodes=nodes)
 
     def among(self, k: int, d: int) -> int:
-        """Return r, the number of entries of which the longest waiting are sent."""
+        """Return r, the number of entries from which the longest waiting are sent."""
         return RTopK(self.r_over_k, self.nodes).considered(k, d)
 
     def at_node(self, seed: int, node: int) -> "Ages":
-        """Begin with nothing sent."""
+        """Return the rule for one node; nothing has been sent yet."""
         return Ages(self)
 
 
@@ -51,7 +51,7 @@ class Ages(Rule):
         self.last: Tensor | None = None  # (d,) int64: round in which it was sent, plus 1; 0 is never
 
     def begin(self, step: int) -> None:
-        """Hear which round it is."""
+        """Set the round."""
         self.step = step
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
@@ -64,7 +64,7 @@ class Ages(Rule):
         return positions[by_size[by_age[:k]]].sort().values
 
     def end(self, sent: Tensor) -> None:
-        """Note what was sent; the dense tail, which does not wait, is left out."""
+        """Record what was sent, except the dense tail, which never waits."""
         if self.last is not None:
             self.last[sent[sent < self.last.numel()]] = self.step + 1
 

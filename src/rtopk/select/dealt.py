@@ -1,4 +1,4 @@
-"""Deal the positions out among the nodes anew every round, so that no two of them send the same one."""
+"""Deal the positions to the nodes anew in every round, so that no two nodes send the same one."""
 
 import math
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitm
 class Dealt(Rule, method="dealt-k"):
     """Send the k largest of the entries that this node was dealt.
 
-    In round t entry j belongs to node hash(seed, t, j) mod n, which every node works out for itself. So the n
-    nodes together send n times k different entries, where top-k of similar gradients sends the same k again
-    and again, and the positions cost no bit more. A node whose share is smaller than k (densities above 1/n)
-    goes on with the largest of the others' entries.
+    In round t entry j belongs to node hash(seed, t, j) mod n, which every node computes by itself. So n nodes
+    send n times k different entries, where top-k of similar gradients sends the same k from every node. Positions
+    cost no more bits. A node whose share is smaller than k (densities above 1/n) fills up with the largest of the
+    other nodes' entries.
     """
 
     nodes: int
@@ -41,7 +41,7 @@ class Dealt(Rule, method="dealt-k"):
         return _hash(positions, derive(seed, "deal", step)) % self.nodes
 
     def require(self, nodes: int) -> None:
-        """Refuse another number of nodes than the positions are dealt to."""
+        """Raise ValueError unless the positions are dealt to this number of nodes."""
         if nodes != self.nodes:
             raise ValueError(f"Dealt must have nodes={nodes}, one a rank, got {self.nodes}")
 
@@ -53,7 +53,7 @@ class Dealt(Rule, method="dealt-k"):
 
 
 class Share(Rule):
-    """`Dealt` at one node: what it was dealt in each round."""
+    """`Dealt` at one node: its share in each round."""
 
     def __init__(self, rule: Dealt, seed: int, node: int) -> None:
         self.rule = rule
@@ -62,7 +62,7 @@ class Share(Rule):
         self.step = 0
 
     def begin(self, step: int) -> None:
-        """Hear which round it is."""
+        """Set the round."""
         self.step = step
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:

@@ -1,8 +1,8 @@
 """Which k of the d entries to send (the paper's Definitions 1 to 3).
 
 `rtop_k` draws k of the r entries of largest magnitude, uniformly, without replacement. r = k is top-k,
-r = d is random-k: one rule, three names. A selector is the rule for r, given k and d; it draws from the
-generator it is handed and never from torch's global one.
+r = d is random-k: one rule, three names. A selector says what r is, given k and d. It draws from the
+generator that it is passed, never from torch's global one.
 """
 
 import math
@@ -67,7 +67,7 @@ def _seed(rng: torch.Generator) -> int:
 def draw_largest(
     vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None = None
 ) -> SparseVector:
-    """Return k entries of a finite vector, drawn from its r largest; a search may have found those already."""
+    """Return k entries of a finite vector, drawn from its r largest, which a search may have found already."""
     if not 1 <= k <= r <= vector.numel():
         raise ValueError(f"need 1 <= k <= r <= d, got k={k}, r={r}, d={vector.numel()}")
     picked = _pick(vector, k, r, rng, search)
@@ -77,7 +77,7 @@ def draw_largest(
 
 
 def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None) -> Picked:
-    """Draw k of the r largest; candidates that hold fewer than r are not used."""
+    """Draw k of the r largest; fewer than r candidates are not used."""
     if r == vector.numel():
         positions = draw(r, k, rng).to(vector.device)
         return Picked(positions, vector[positions], 0.0)
@@ -88,7 +88,7 @@ def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search |
 
 
 class _Family(Rule):
-    """Draw k of the r largest; a member of the family says what r is."""
+    """Draw k of the r largest; subclasses define r."""
 
     def considered(self, k: int, d: int) -> int:
         """Return r, the number of entries among which the k are drawn."""
@@ -125,8 +125,8 @@ class RandomK(_Family, method="random-k"):
 class RTopK(_Family, method="rtop-k"):
     """Send k entries drawn from the r largest, with r = `r_over_k` times k, at most d.
 
-    Give `r_over_k`, or `nodes` for the paper's choice k / r = 1 / n: an entry that is among the r largest
-    of all n nodes is then sent by one of them on average.
+    Pass `r_over_k`, or `nodes` for the paper's choice k / r = 1 / n: an entry that is among the r largest
+    on all n nodes is then sent by one of them on average.
     """
 
     r_over_k: float | None = None

@@ -1,7 +1,7 @@
-"""What every selection rule offers: the choice itself, what it needs, and what it is called.
+"""The interface of selection rules: the choice itself, what it needs, and its name.
 
-A rule of your own is a subclass of `Rule` in a file of its own. `select` is all that it must write; the hook, the
-fast path, the laws and the tables ask the rule for the rest.
+Your own rule is a subclass of `Rule` in its own file, and must define only `select`. The hook, the fast path, the
+laws and the tables read the rest from the rule.
 """
 
 from collections.abc import Mapping
@@ -14,24 +14,22 @@ METHODS: dict[str, type["Rule"]] = {}  # by name; a rule adds itself
 
 
 class Selector(Protocol):
-    """Choose k positions of a vector, ascending: all that is asked of a rule from elsewhere."""
+    """Choose k positions of a vector, ascending: the least that a selector must do."""
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return k ascending positions."""
 
 
 class Rule:
-    """A selection rule, as a value that many nodes may share; `at_node` gives each node what is its own.
+    """A selection rule: a plain value that nodes may share; `at_node` returns what belongs to one node.
 
     `class Mine(Rule, method="mine-k")` makes it a method of the command line and of the studies, too.
     """
 
     method = ""  # its name there
-    sends_k = (
-        True  # exactly as many entries as are asked for, so that messages have a size that all ranks know
-    )
-    keeps_state = False  # what it chooses depends on what was sent before
-    needs_all_nodes = False  # it counts on every node to take part in every round
+    sends_k = True  # `select` returns exactly k positions, so that messages have a size that all ranks know
+    keeps_state = False  # the choice depends on what was sent before
+    needs_all_nodes = False  # every node must take part in every round
 
     def __init_subclass__(cls, method: str = "", **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -39,7 +37,7 @@ class Rule:
             cls.method = method
             METHODS[method] = cls
         if "select" in vars(cls) and "considered" not in vars(cls):
-            # Its choice is its own, whatever it inherits.
+            # A new `select` overrides an inherited `considered`.
             cls.considered = Rule.considered  # type: ignore[method-assign]
 
     @classmethod
@@ -49,11 +47,11 @@ class Rule:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The name in errors."""
         return type(self).__name__
 
     def considered(self, k: int, d: int) -> int | None:
-        """Return r if the choice is a uniform draw of k from the r largest; None if `select` must be asked."""
+        """Return r if the choice is a uniform draw of k from the r largest; None if `select` must be called."""
         return None
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
@@ -61,20 +59,20 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} must define select")
 
     def require(self, nodes: int) -> None:
-        """Raise ValueError if so many nodes cannot use it together."""
+        """Raise ValueError if this number of nodes cannot use the rule together."""
 
     def at_node(self, seed: int, node: int) -> "Rule":
-        """Return the rule for one node; nodes that work together have one seed."""
+        """Return the rule for one node; nodes that work together share the seed."""
         return self
 
     def begin(self, step: int) -> None:
-        """Hear which round it is."""
+        """Start a round; called before `select`."""
 
     def end(self, sent: Tensor) -> None:
-        """Hear which positions the others have really received."""
+        """End a round; `sent` holds the positions that were really sent."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of all that the next round depends on."""
+        """Return copies of everything that the next round depends on."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -84,7 +82,7 @@ class Rule:
 
 
 class Adopted(Rule):
-    """A selector that is no `Rule`: it is asked as it is."""
+    """A selector that is not a `Rule`, used as it is."""
 
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
@@ -97,7 +95,7 @@ class Adopted(Rule):
 
 
 def as_rule(selector: Selector) -> Rule:
-    """Return a selector as a rule; what cannot select is refused."""
+    """Return a selector as a rule; raise ValueError if it cannot select."""
     if isinstance(selector, Rule):
         return selector
     if isinstance(selector, type) or not callable(getattr(selector, "select", None)):

@@ -13,8 +13,7 @@ from rtopk.select.rule import Rule
 class Threshold(Rule, method="threshold"):
     """Send every entry whose magnitude is at least `limit`: few in one round, many in another.
 
-    The number asked for has no influence, but for one case: all of them (density 1, as in a dense phase at
-    the start) means all.
+    k is ignored, with one exception: at density 1 (as in a dense phase at the start) everything is sent.
     """
 
     limit: float

@@ -1,8 +1,8 @@
 """Unaligned little-endian words of memory, as numba intrinsics: one machine instruction each.
 
-They take addresses, not arrays: an array handed to a fused function costs two atomic reference counts,
-which is more than decoding an entry. Nothing is checked here: the loops that call these compare with the
-end of their array first, and hold the array while they run.
+They take addresses, not arrays: passing an array to a fused function costs two atomic reference counts, more than
+decoding an entry. Nothing is checked here: the calling loops compare with the end of their array first, and keep
+the array alive while they run.
 """
 
 from typing import Any
@@ -111,7 +111,7 @@ def last_word(at: Num, end: Num) -> Num:
 
 @loop
 def all_zero(data: Array, begin: Num, end: Num) -> Num:
-    """Say whether bytes begin to end are zero."""
+    """Return whether bytes begin to end are zero."""
     total = 0
     for i in range(begin, end):
         total |= data[i]

@@ -24,9 +24,9 @@ def expected_bits(m: int, p: float) -> float:
 
 @cache
 def position_bytes(h: int, d: int) -> int:
-    """Return room for h of d positions: enough for uniform ones but for one time in a million, and no bitmap.
+    """Return room for h of d positions: uniform ones exceed it once in a million; never more than a bitmap.
 
-    Real positions cluster and are shorter; those of an adversary may be longer.
+    Real positions cluster and need less; those of an adversary may need more.
     """
     if h == 0:
         return 0

@@ -1,7 +1,7 @@
 """Gaps between ascending positions <-> bytes: one stream of Golomb codes, or four behind a directory.
 
-Many positions are cut into four streams, so that a reader can read them side by side and a writer can write them
-in several threads.
+Many positions are split into four streams, so that a reader can interleave them and a writer can use several
+threads.
 """
 
 import struct
@@ -76,7 +76,7 @@ def write_stream(
 def write_gaps(positions: Positions, prefix: int, beside: Beside = ()) -> tuple[Bytes, int]:
     """Return an array with the bits of the positions from byte `prefix` on, and where they end (-1: bad).
 
-    Whatever is `beside` gets the array and writes to its first bytes, at the same time.
+    The functions in `beside` get the array and write to its first bytes, in parallel.
     """
     n = len(positions)
     streams = 4 if n >= FOUR_STREAMS_FROM else 1
@@ -84,7 +84,7 @@ def write_gaps(positions: Positions, prefix: int, beside: Beside = ()) -> tuple[
     code = plan_streams(positions, SHIFTS, expected, bounds)
     best = int(expected[1].sum() < expected[0].sum())
     shift, at = SHIFTS[best], [prefix + 2 + (DIRECTORY if streams == 4 else 0)]
-    for room in bounds[best].tolist():  # each stream has its own room, and closes up afterwards
+    for room in bounds[best].tolist():  # each stream has its own room; the gaps are closed afterwards
         at.append(at[-1] + room + SLACK)
     out: Bytes = np.empty(at[-1], np.uint8)
     out[prefix], out[prefix + 1] = shift | (16 if streams == 4 else 0), code

@@ -65,7 +65,7 @@ def best_code(total: Num, n: Num) -> Num:
 
 @loop
 def keeps(code: Num, best: Num, n: Num) -> Num:
-    """Say whether n gaps keep a parameter: one that is c codes off costs about 0.007 c² bits per gap."""
+    """Return whether n gaps keep a parameter: one that is c codes off costs about 0.007 c² bits per gap."""
     return n * (code - best) * (code - best) < 1152  # a new one costs 8 bits
 
 

@@ -1,8 +1,7 @@
-"""Values in 4 or 2 bits: a sign and one of 8 or 2 magnitudes, which each block of 512 values brings along.
+"""Values in 4 or 2 bits: a sign and one of 8 or 2 magnitudes, which are stored with each block of 512 values.
 
-The magnitudes are fitted to the block, so they follow whatever band the selector left: the tail above a
-threshold of top-k, everything of random-k, the biases of many layers. They are written as bfloat16, so a
-reader needs no arithmetic at all.
+The magnitudes are fitted to the block, so they adapt to any selector: the tail above a threshold of top-k, the
+whole range of random-k, the biases of many layers. They are written as bfloat16, so a reader needs no arithmetic.
 
 block: 2**(bits - 1) magnitudes, uint16 each, ascending; then `bits` bits per value, the sign on top,
 lowest bits first.
@@ -44,7 +43,7 @@ def _round_levels(levels: Array, spread: bool, low: Num, top: Num, magnitudes: A
 
 @loop
 def _nearest(patterns: Array, edges: Array, levels: Array, codes: Array, result: Array) -> None:
-    """Count the edges that each value passes, and write the level that it gets to."""
+    """Count the edges that each value exceeds, and write its level."""
     if len(edges) == 1:
         e0, v0, v1 = edges[0], levels[0], levels[1]
         for i in range(len(patterns)):
@@ -77,7 +76,7 @@ def _nearest(patterns: Array, edges: Array, levels: Array, codes: Array, result:
 
 @loop
 def _drawn(sizes: Array, draws: Array, magnitudes: Array, codes: Array, result: Array) -> None:
-    """Take the level above or below, so that the mean of many draws is the value."""
+    """Round up or down at random, so that the mean of many draws is the value."""
     last, levels = len(magnitudes) - 1, magnitudes.view(np.uint32)
     for i in range(len(sizes)):
         c = 0
@@ -116,8 +115,8 @@ def _squeeze(pairs: Array, bits: Num, out: Array) -> None:
 def write_levels(values: Array, bits: Num, draws: Array, out: Array, at: Num, decoded: Array) -> None:
     """Write a section at out[at:] and what a reader gets to decoded; draws in [0, 1) round stochastically.
 
-    Without draws a value goes to the nearest level. With them the outer levels are the smallest and the
-    largest magnitude and a value goes up or down so that its mean is kept.
+    Without draws a value is rounded to the nearest level. With draws the outer levels are the smallest and the
+    largest magnitude, and a value is rounded up or down without bias.
     """
     wanted, per_byte = 1 << (bits - 1), 8 // bits
     levels, magnitudes = np.empty(wanted), np.empty(wanted, np.float32)
@@ -159,7 +158,7 @@ def write_levels(values: Array, bits: Num, draws: Array, out: Array, at: Num, de
 
 @loop
 def _read_magnitudes(data: Array, at: Num, table: Array, pairs: Array) -> Num:
-    """Write to table what each code stands for, to pairs what two do; say whether the magnitudes were right."""
+    """Write the value of each code to table, of two codes to pairs; return whether the magnitudes were valid."""
     wanted, previous = len(table) // 2, uint32(0)
     for c in range(wanted):
         level = uint32(data[at + 2 * c]) | (uint32(data[at + 2 * c + 1]) << uint32(8))

@@ -29,23 +29,23 @@ class Form(Protocol):
     """Write and read sections of values."""
 
     name: str
-    exact: bool  # reads back what was written, so there is nothing to round
-    block: int  # a section can be written in parts that begin at multiples of this
-    divisible_from: int  # if it has as many values
+    exact: bool  # lossless: nothing is rounded
+    block: int  # a section can be written in parts that start at multiples of this
+    divisible_from: int  # if it has at least this many values
 
     def size(self, n: int) -> int:
         """Return the bytes of a section of n values."""
 
     def write(self, values: Floats, draws: Floats, decoded: Floats, at: int, out: Bytes) -> None:
-        """Write a section of finite values at out[at:], and to decoded what a reader gets if it is not exact."""
+        """Write a section of finite values at out[at:]; if not exact, also write what a reader gets to decoded."""
 
     def read(self, data: Bytes, at: int, out: Floats) -> bool:
-        """Fill out from a section at data[at:]; say whether it was one."""
+        """Fill out from a section at data[at:]; return whether it was valid."""
 
 
 @entry
 def finite(patterns: Array) -> Num:
-    """Say whether no float32, given as bits, is NaN or infinite."""
+    """Return whether all float32, given as bits, are finite."""
     wrong = uint32(0)
     for i in range(len(patterns)):
         wrong |= (patterns[i] & uint32(0x7FFFFFFF)) + uint32(0x00800000)
@@ -105,7 +105,7 @@ def _times_power(values: Floats, exponent: int) -> Floats:
 
 
 def _convert(source: NDArray[Any], target: NDArray[Any]) -> None:
-    """Round to the type of the target as numpy does, and faster; in pieces for which torch wakes no thread."""
+    """Round to the type of the target as numpy does, but faster; in pieces too small for torch to use threads."""
     for begin in range(0, len(source), PIECE):
         piece = slice(begin, begin + PIECE)
         torch.from_numpy(target[piece]).copy_(torch.from_numpy(source[piece]))
@@ -252,7 +252,7 @@ class Int8:
 
 
 class Levels:
-    """A sign and one of a few magnitudes that each block of 512 brings along."""
+    """A sign and one of a few magnitudes, which are stored with each block of 512."""
 
     exact, block, divisible_from = False, LEVELS_BLOCK, INLINE
 
