@@ -3,6 +3,7 @@
 test_laws.py runs them over every variant; test_mutants.py breaks the library on purpose and sees them fail.
 """
 
+import functools
 import itertools
 
 import torch
@@ -10,30 +11,26 @@ import torch
 from rtopk import (
     Codec,
     Dealt,
+    DecayedErrorFeedback,
     ErrorFeedback,
     MomentumCorrection,
     NoMemory,
     RAgeK,
-    RandomK,
-    RTopK,
     Sparsifier,
-    Threshold,
     TopK,
     rtop_k,
 )
 from rtopk.seed import generator
+from rtopk.select import METHODS
 
+# Every rule that there is, by the name of its class; a new one is among them as soon as it is imported.
 SELECTORS = {
-    "TopK": TopK,
-    "RandomK": RandomK,
-    "RTopK": lambda: RTopK(nodes=4),
-    "Threshold": lambda: Threshold(8.0),
-    "RAgeK": lambda: RAgeK(nodes=4),
-    "Dealt": lambda: Dealt(nodes=4),
+    rule.__name__: functools.partial(rule.for_run, nodes=4, threshold=8.0) for rule in METHODS.values()
 }
 MEMORIES = {
     "NoMemory": NoMemory,
     "ErrorFeedback": ErrorFeedback,
+    "DecayedErrorFeedback, no decay": lambda: DecayedErrorFeedback(1.0),
     "MomentumCorrection": MomentumCorrection,
     "MomentumCorrection, unmasked": lambda: MomentumCorrection(masking=False),
 }
