@@ -61,10 +61,7 @@ class Rank:
         for _ in range(BARRIERS):
             dist.barrier()
         seconds = time.perf_counter() - started
-        return {
-            "bytes": (received_bytes(self.interface) - before) / BARRIERS,
-            "seconds": seconds / BARRIERS,
-        }
+        return {"bytes": (received_bytes(self.interface) - before) / BARRIERS, "seconds": seconds / BARRIERS}
 
     def visit(
         self,

@@ -65,11 +65,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        secure: tuple[Path, Path, Path] | None = None,
-        authenticated: bool = False,
+        self, folder: Path, *, secure: tuple[Path, Path, Path] | None = None, authenticated: bool = False
     ) -> None:
         self.folder = folder.absolute()
         self.secure = secure
@@ -157,13 +153,7 @@ class Fleet:
         answer = self.flwr("ls", "fleet", "--run-id", run)
         return str(answer["runs"][0]["status"])
 
-    def wait(
-        self,
-        run: str,
-        *,
-        done: Callable[[], bool] = lambda: False,
-        seconds: float = 3600.0,
-    ) -> str:
+    def wait(self, run: str, *, done: Callable[[], bool] = lambda: False, seconds: float = 3600.0) -> str:
         """Wait until a run has finished, return its status; `done` says that asking is worth while."""
         deadline = time.monotonic() + seconds
         asked = time.monotonic()

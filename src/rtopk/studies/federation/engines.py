@@ -49,10 +49,7 @@ def simulate(
 
 
 def deploy(
-    federation: Federation,
-    folder: Path,
-    on_progress: Progress = lambda done: None,
-    tls: Path | None = None,
+    federation: Federation, folder: Path, on_progress: Progress = lambda done: None, tls: Path | None = None
 ) -> dict[str, Any]:
     """Run a SuperLink and one SuperNode a client, each a process; count the bytes between them.
 

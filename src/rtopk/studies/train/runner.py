@@ -126,10 +126,7 @@ def _held_back() -> Iterator[None]:
 
 
 def _run_here(
-    configs: Sequence[Config],
-    on_record: Callable[[Record], None],
-    folder: Path,
-    on_progress: Progress,
+    configs: Sequence[Config], on_record: Callable[[Record], None], folder: Path, on_progress: Progress
 ) -> None:
     """Run one after the other with the processes that there are: under torchrun they are the nodes."""
 

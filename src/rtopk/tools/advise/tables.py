@@ -79,10 +79,7 @@ def advice_json(found: Sequence[Prediction], advice: Advice) -> dict[str, Any]:
 
 def compared_json(rows: Sequence[Compared]) -> dict[str, Any]:
     """Return predicted against measured as plain data."""
-    return {
-        "rows": [{**asdict(row), "error": row.error} for row in rows],
-        "median_error": median_error(rows),
-    }
+    return {"rows": [{**asdict(row), "error": row.error} for row in rows], "median_error": median_error(rows)}
 
 
 def simulated_json(points: Sequence[Point]) -> dict[str, Any]:

@@ -58,10 +58,7 @@ def demo(
             }
         )
         return
-    for setting, what in (
-        ("distributed", "one round per batch"),
-        ("federated", "one round per local epoch"),
-    ):
+    for setting, what in (("distributed", "one round per batch"), ("federated", "one round per local epoch")):
         console.print(
             results_table(f"{setting} setting: {what}", [row for row in rows if row.setting == setting])
         )
