@@ -19,7 +19,7 @@ from rtopk.seed import generator
 from rtopk.select import draw
 from rtopk.sparse import SparseVector
 from rtopk.studies.bench.compress_methods import Fused
-from rtopk.studies.bench.gradients import Gradients, synthetic
+from rtopk.studies.bench.workloads import Gradients, synthetic
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rtopk.studies.bench import compress
 from rtopk.studies.bench.compress import Plan, Row, bars
 from rtopk.studies.bench.compress_methods import METHODS
-from rtopk.studies.bench.gradients import real, synthetic
+from rtopk.studies.bench.workloads import real, synthetic
 from rtopk.tools.cli import app
 
 

@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rtopk.seed import generator
 from rtopk.studies.bench import hosts, rivals
-from rtopk.studies.bench.fleet import Fleet, RankFailedError
 from rtopk.studies.bench.link import METHODS, Cell, Plan, measure
-from rtopk.studies.bench.link_picture import draw_measured
 from rtopk.studies.bench.link_report import cells as sorted_cells
-from rtopk.studies.bench.link_report import due_bytes, markdown
-from rtopk.studies.bench.standin import StandIn
+from rtopk.studies.bench.link_report import draw_measured, due_bytes, markdown
+from rtopk.studies.bench.ranks import Fleet, RankFailedError
+from rtopk.studies.bench.workloads import StandIn
 
 SIZE = 256 * 512 + 512 + 512 * 128 + 128 + 128 * 10 + 10  # of the model "small"
 FEW = (

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rtopk.studies.equal_bytes.fit import CLOSE, follow
-from rtopk.studies.equal_bytes.page import marks
+from rtopk.studies.equal_bytes.fit import CLOSE, Ledger, follow, play
+from rtopk.studies.equal_bytes.rivals_page import marks
 from rtopk.studies.equal_bytes.panels import PANELS, Budget, Entrant
-from rtopk.studies.equal_bytes.schedule import Ledger, play
-from rtopk.studies.paper.tables import TUNING_SEED
+from rtopk.studies.paper.definitions import TUNING_SEED
 from rtopk.tools.cli import app
 from rtopk.tools.show.intervals import welch
 

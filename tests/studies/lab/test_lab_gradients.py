@@ -7,7 +7,7 @@ from rtopk.seed import generator
 from rtopk.studies.lab.gradients import Inspector, Plan, describe, overlap
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run
-from rtopk.studies.train.probe import full_gradient, inspect
+from rtopk.studies.lab.inspect_run import full_gradient, inspect
 
 
 def test_effective_sparsity():

@@ -15,12 +15,11 @@ import torch
 from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 from typer.testing import CliRunner
 
-from rtopk.studies.paper.page import BEGIN, END, insert, render_all
-from rtopk.studies.paper.questions import STUDIES
-from rtopk.studies.paper.reproduce import results_file, run_table
-from rtopk.studies.paper.standings import comparisons, standings
-from rtopk.studies.paper.tables import TABLES, check_scale, table
-from rtopk.studies.paper.tuning import tuning
+from rtopk.studies.paper.reproduction_page import BEGIN, END, insert, render_all
+from rtopk.studies.paper.ablations import STUDIES
+from rtopk.studies.paper.reproduce import results_file, run_table, tuning
+from rtopk.studies.paper.results import comparisons, standings
+from rtopk.studies.paper.definitions import TABLES, check_scale, table
 from rtopk.studies.tasks.catalogue import TASKS
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run

@@ -16,7 +16,7 @@ from tiny_data import make_cifar, make_folder, make_ptb, write_sums
 from rtopk.studies.bench import gradients
 from rtopk.studies.tasks import cifar, corpus, inventory
 from rtopk.studies.tasks.data import DataError, data_dir, find
-from rtopk.studies.tasks.folders import Files, centre_crop, image_folder, random_resized_crop
+from rtopk.studies.tasks.images import Files, centre_crop, image_folder, random_resized_crop
 
 
 @pytest.mark.parametrize("binary", [False, True])

@@ -10,12 +10,9 @@ import pytest
 
 from rtopk.studies.bench.link import METHODS, Row
 from rtopk.tools.advise import Link, Machine, Workload, choose, predict, reference
-from rtopk.tools.advise.choose import name
-from rtopk.tools.advise.compare import compare, median_error
-from rtopk.tools.advise.cost import HEADERS, _buckets
+from rtopk.tools.advise.advice import Scene, compare, median_error, name, simulate
+from rtopk.tools.advise.cost import HEADERS, _buckets, workload
 from rtopk.tools.advise.machine import Line, fit
-from rtopk.tools.advise.model import workload
-from rtopk.tools.advise.simulate import Scene, simulate
 
 FREE = Machine(
     "costs nothing",

@@ -7,14 +7,14 @@ import re
 
 import pytest
 from records import a_table, made_up
+from rtopk.tools.report.studies import show
 from scipy import stats
 
 from rtopk.tools.report import figures, paper, tables, words
-from rtopk.tools.report.figures import per_round, spent
 from rtopk.tools.report.inputs import Inputs, Study
 from rtopk.tools.report.page import Page
+from rtopk.tools.report.plots import per_round, spent
 from rtopk.tools.report.series import collect, difference, estimate
-from rtopk.tools.report.studies import show
 from rtopk.tools.show import palette
 
 

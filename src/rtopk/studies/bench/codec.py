@@ -24,7 +24,7 @@ from rtopk.codec import Codec
 from rtopk.seed import generator
 from rtopk.select import draw, rtop_k
 from rtopk.sparse import SparseVector
-from rtopk.studies.bench.gradients import real
+from rtopk.studies.bench.workloads import real
 from rtopk.wire.values import BY_NAME, FORMS
 
 RESNET = 11_173_962

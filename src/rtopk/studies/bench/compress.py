@@ -23,7 +23,7 @@ from rtopk.kernels import reaches
 from rtopk.seed import derive, generator
 from rtopk.select import draw_largest
 from rtopk.studies.bench.compress_methods import FACTOR, METHODS, Floor, Fused
-from rtopk.studies.bench.gradients import Gradients, real, synthetic
+from rtopk.studies.bench.workloads import Gradients, real, synthetic
 from rtopk.studies.tasks.models import mlp
 
 SIZES = (1_000_000, 11_200_000, 66_000_000)

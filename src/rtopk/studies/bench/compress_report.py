@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rtopk.studies.bench.compress import DENSITIES, Bar, Row, bars, breakdown, peak_memory, second_scans
-from rtopk.studies.bench.gradients import real, synthetic
+from rtopk.studies.bench.workloads import real, synthetic
 
 Measured = list[tuple[str, list[Row]]]  # what the gradients are, and their rows
 HEAD = ("gradients", "d", "density", "threads", "floor ms", "rtopk ms", "rtopk", "dgc", "topk")

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rtopk.studies.bench.fleet import Fleet
 from rtopk.studies.bench.hosts import Hosts
+from rtopk.studies.bench.ranks import Fleet
 
 METHODS: tuple[tuple[str, float | None, str | None], ...] = (
     ("dense", None, None),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from rtopk.aggregate import Mean
-from rtopk.studies.paper.tables import table
+from rtopk.studies.paper.definitions import table
 from rtopk.studies.train.config import Config, MemoryName, Setting, Split
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.local.outer import by_name
 from rtopk.select import Selector
-from rtopk.studies.federation.options import Federation
+from rtopk.studies.federation.settings import Federation
 from rtopk.studies.train.loop import Run, seeded
 from rtopk.studies.train.records import digest, write_atomically
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rtopk.studies.lab.bounds import LOWER, UPPER
 from rtopk.studies.lab.convergence import Outcome
-from rtopk.studies.lab.studies import BoundsStudy, ConvergenceStudy, RiskStudy
+from rtopk.studies.lab.experiments import BoundsStudy, ConvergenceStudy, RiskStudy
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from rtopk.seed import generator
 from rtopk.studies.tasks import cifar, corpus, images
-from rtopk.studies.tasks.classify import Classification
 from rtopk.studies.tasks.data import find
-from rtopk.studies.tasks.folders import image_folder, squeezed, train_and_val
-from rtopk.studies.tasks.language import Carrying, Prediction
+from rtopk.studies.tasks.images import image_folder, squeezed, train_and_val
 from rtopk.studies.tasks.models import Gpt, LanguageModel, ResNet, mlp, small_convnet
+from rtopk.studies.tasks.objectives import Carrying, Classification, Prediction
 from rtopk.studies.tasks.shards import Batch, Shard
 from rtopk.studies.train.config import Config, Part
 

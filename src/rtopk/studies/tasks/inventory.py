@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rtopk.studies.tasks import cifar, corpus
 from rtopk.studies.tasks.data import OWN, DataError, find
-from rtopk.studies.tasks.folders import Files, image_folder, read_image, train_and_val
+from rtopk.studies.tasks.images import Files, image_folder, read_image, train_and_val
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,18 @@
-"""What one rank of a machine takes for each part of a method, measured: all that predictions know of CPUs.
+"""What is measured for predictions: this machine's time for each part of a method, and the link to another host.
 
-`measure` runs the real methods between two ranks on loopback (the code of `rtopk bench link`, computation
-switched off) at two densities, and splits what they took: part per entry of the model, part per entry sent.
+`measure` runs the real methods between two ranks on loopback (the code of `rtopk bench link`, computation switched
+off) at two densities, and splits what they took: part per entry of the model, part per entry sent.
+
+`listen` and `probe` measure bandwidth and latency over one TCP connection: bytes back and forth for the latency,
+then as much as the link carries in a second or so, there and back. The listener serves one prober and ends.
 """
 
 import json
 import os
+import socket
+import statistics
+import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -62,8 +69,9 @@ def reference() -> Machine:
 
 def measure(tell: Callable[[str], None] = lambda text: None, model: str = "resnet18") -> Machine:
     """Measure this machine, in about a minute."""
-    from rtopk.studies.bench.fleet import Fleet
     from rtopk.studies.bench.link import Cell, Plan, measure_cell
+    from rtopk.studies.bench.ranks import Ranks
+    from rtopk.studies.train.records import processor
 
     plan = Plan(loopback=True, rounds=2, steps=3)
     tell(f"starting {NODES} ranks")
@@ -71,7 +79,8 @@ def measure(tell: Callable[[str], None] = lambda text: None, model: str = "resne
         size = fleet.order("load", model=model)[0]["size"]
         rows = measure_cell(plan, fleet, Cell(model, size, None, NODES, compute_ms=0.0), tell)
         message = min(answer["seconds"] for answer in fleet.order("barriers"))
-    return fit(rows, message, cpu())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return fit(rows, message, f"{processor() or 'unknown CPU'}, {cores} cores")
 
 
 def fit(rows: Sequence["Row"], message_seconds: float, name: str) -> Machine:
@@ -123,13 +132,101 @@ def _line(points: Sequence[tuple[float, float]], size: int) -> Line:
     return Line(1e6 * max(0.0, min(fast, slow) - sent * less) / size, 1e6 * sent)
 
 
-def cpu() -> str:
-    """Name the CPU, and how many cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    model = "unknown CPU"
-    try:
-        with open("/proc/cpuinfo") as file:  # noqa: PTH123 -- one line of a virtual file
-            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{model}, {cores} cores"
+
+
+GREETING = b"rtopk-probe-1\n"
+TURNS = 20
+CHUNK = 1 << 16
+TIMEOUT = 30.0
+HEADER = struct.Struct("<Q")
+LIMIT = 1 << 36  # bytes in one direction
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured."""
+
+    mbit: float  # of the slower direction
+    latency_ms: float  # one way: half of the median round trip
+
+
+def listen(port: int, address: str = "") -> None:
+    """Serve one prober."""
+    with socket.create_server((address, port)) as server:
+        connection, _ = server.accept()
+    with connection:
+        connection.settimeout(TIMEOUT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if _receive(connection, len(GREETING)) != GREETING:
+            raise ConnectionError("the other side is not `rtopk advise --probe`")
+        connection.sendall(GREETING)
+        for _ in range(TURNS):
+            connection.sendall(_receive(connection, 1))
+        while size := HEADER.unpack(_receive(connection, HEADER.size))[0]:
+            if size > LIMIT:
+                raise ConnectionError(f"the prober announced {size} bytes, at most {LIMIT} are taken")
+            _discard(connection, size)
+            connection.sendall(b"+")
+            _send(connection, size)
+
+
+def probe(host: str, port: int, seconds: float = 1.0) -> Probe:
+    """Measure the link to a host that listens."""
+    with socket.create_connection((host, port), timeout=TIMEOUT) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(GREETING)
+        if _receive(connection, len(GREETING)) != GREETING:
+            raise ConnectionError(f"{host}:{port} is not `rtopk advise --listen`")
+        turns = []
+        for _ in range(TURNS):
+            started = time.perf_counter()
+            connection.sendall(b".")
+            _receive(connection, 1)
+            turns.append(time.perf_counter() - started)
+        size, rate = 1 << 18, 0.0
+        while True:
+            there, back = _transfer(connection, size)
+            rate = size / max(there, back)  # bytes per second
+            if max(there, back) >= seconds / 2 or 2 * size > LIMIT:
+                break
+            # Long enough that queues and buffers on the way no longer flatter the link.
+            size = min(LIMIT, max(2 * size, round(rate * seconds)))
+        connection.sendall(HEADER.pack(0))
+    return Probe(mbit=rate * 8 / 1e6, latency_ms=1e3 * statistics.median(turns) / 2)
+
+
+def _transfer(connection: socket.socket, size: int) -> tuple[float, float]:
+    """Return the seconds of `size` bytes there and back."""
+    started = time.perf_counter()
+    connection.sendall(HEADER.pack(size))
+    _send(connection, size)
+    _receive(connection, 1)
+    there = time.perf_counter() - started
+    _discard(connection, size)
+    return there, time.perf_counter() - started - there
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    chunk = bytes(CHUNK)
+    while size > 0:
+        connection.sendall(chunk[: min(CHUNK, size)])
+        size -= CHUNK
+
+
+def _discard(connection: socket.socket, size: int) -> None:
+    buffer = bytearray(CHUNK)
+    while size > 0:
+        got = connection.recv_into(buffer, min(CHUNK, size))
+        if not got:
+            raise ConnectionError("the other side has closed the connection")
+        size -= got
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("the other side has closed the connection")
+        data += part
+    return data

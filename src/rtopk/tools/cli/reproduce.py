@@ -1,18 +1,19 @@
-"""`rtopk reproduce`: the paper's tables."""
+"""`rtopk reproduce`, `rtopk tables` and `rtopk data`: the paper's tables, and the data sets that they need."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rtopk.tools.cli.options import set_environment
+from rtopk.tools.show.intervals import plus_minus
 
-    from rtopk.studies.paper.standings import Standing
+if TYPE_CHECKING:
+    from rtopk.studies.paper.results import Standing
 
 _STUDIES = (
     "warm-up, candidates, candidates-plain, candidates-federated, split, "
@@ -44,13 +45,12 @@ def reproduce(
     from rtopk.studies.paper import questions as studies
     from rtopk.studies.paper import tables
     from rtopk.studies.paper.reproduce import run_table
-    from rtopk.studies.paper.standings import comparisons, standings
-    from rtopk.studies.tasks.data import VARIABLE
+    from rtopk.studies.paper.results import comparisons, standings
     from rtopk.studies.train.config import Config
     from rtopk.studies.train.processes import leads
     from rtopk.studies.train.runner import Progress
-    from rtopk.studies.train.tensorboard import VARIABLE as tensorboard_variable  # noqa: N811
     from rtopk.tools.show.terminal import console, print_json, runs_progress
+    from rtopk.tools.show.terminal import table as lay_out
 
     try:
         if bool(table) == bool(study):
@@ -69,17 +69,13 @@ def reproduce(
     if not groups:
         labels = "; ".join(row.label for row in chosen.rows)
         raise typer.BadParameter(f"rows must be all, paper or a part of a label ({labels}), got {rows!r}")
-    if device is not None:
-        os.environ["RTOPK_DEVICE"] = device
-    if tensorboard:
-        os.environ[tensorboard_variable] = "1"
-    if data_dir is not None:
-        os.environ[VARIABLE] = str(data_dir)  # the workers inherit it
+    set_environment(data_dir, device, tensorboard)
     with ExitStack() as stack:
 
         def stage(what: str, configs: Sequence[Config], names: Sequence[str]) -> Progress:
             stack.close()  # the display of the stage before
-            return stack.enter_context(runs_progress(configs, [f"{what}: {name}" for name in names]))
+            named = zip(configs, names, strict=True)
+            return stack.enter_context(runs_progress([(c.key, f"{what}: {name}", c.rounds) for c, name in named]))
 
         for group in groups:  # the paper's rows first
             run_table(chosen, group, size, seeds, jobs, results, work, stage)
@@ -89,13 +85,11 @@ def reproduce(
     if as_json:
         print_json({"table": chosen.name, "scale": scale, "rows": [_plain(standing) for standing in found]})
         return
-    console.print(_layout(chosen.heading(size), size, found))
+    heads = ["row", "paper", f"ours,\n{found[0].metric}", "seeds", "rate", "bytes sent\nper round"]
+    console.print(lay_out(f"{chosen.heading(size)}: scale {size}", heads, map(_cells, found)))
     for pair in comparisons(found):
-        width = "" if pair.half_width == inf else f" ± {pair.half_width:.2f}"
-        console.print(
-            f"{pair.first.row.label} against {pair.second.row.label}: {pair.advantage:+.2f}{width}, {pair.verdict}",
-            highlight=False,
-        )
+        lead = f"{pair.advantage:+.2f}{plus_minus(pair.half_width)}, {pair.verdict}"
+        console.print(f"{pair.first.row.label} against {pair.second.row.label}: {lead}", highlight=False)
 
 
 def _plain(standing: "Standing") -> dict[str, Any]:
@@ -113,16 +107,69 @@ def _plain(standing: "Standing") -> dict[str, Any]:
     }
 
 
-def _layout(title: str, scale: str, found: "Sequence[Standing]") -> "Table":
-    from rich.table import Table
+def _cells(s: "Standing") -> list[str]:
+    paper = "" if s.row.paper is None else f"{s.row.paper:.2f}"
+    score, sent = f"{s.mean:.2f}{plus_minus(s.half_width)}", f"{s.sent_bytes_per_round:,.0f}"
+    return [s.row.label, paper, score, str(len(s.records)), f"{s.rate:g}", sent]
 
-    laid = Table(title=f"{title}: scale {scale}", title_justify="left")
-    laid.add_column("row")
-    for heading in ("paper", f"ours,\n{found[0].metric}", "seeds", "rate", "bytes sent\nper round"):
-        laid.add_column(heading, justify="right")
-    for s in found:
-        width = "" if s.half_width == inf else f" ± {s.half_width:.2f}"
-        paper = "" if s.row.paper is None else f"{s.row.paper:.2f}"
-        sent = f"{s.sent_bytes_per_round:,.0f}"
-        laid.add_row(s.row.label, paper, f"{s.mean:.2f}{width}", str(len(s.records)), f"{s.rate:g}", sent)
-    return laid
+
+def tables(
+    scale: str = typer.Option("small", help="smoke, small or paper."),
+    results: Path = typer.Option(Path("results"), help="Folder of the records."),
+    write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
+    pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
+) -> None:
+    """Print the tables that have been run, paper beside ours."""
+    from rtopk.studies.paper.reproduction_page import draw_figure, insert, render_all
+    from rtopk.studies.paper.definitions import TABLES, check_scale
+    from rtopk.tools.show.terminal import errors
+
+    try:
+        size = check_scale(scale)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    text = render_all(size, results)
+    if write is None:
+        print(text)
+    else:
+        write.write_text(insert(write.read_text(), text))
+        errors.print(f"Tables written into {write}")
+    if pictures is not None:
+        for table in TABLES.values():
+            path = pictures / f"figure-{table.figure}.png"
+            if draw_figure(table, size, results, path):
+                errors.print(f"Figure written: {path}")
+
+
+data = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@data.callback()
+def _group() -> None:
+    pass  # keeps `check` a command of its own name
+
+
+@data.command()
+def check(
+    data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
+) -> None:
+    """Say what is found where, and whether it is whole.
+
+    Exit code 1 if a file is damaged.
+    """
+    from rtopk.studies.tasks import inventory
+    from rtopk.studies.tasks.data import data_dir as folder
+    from rtopk.tools.show.terminal import console, print_json, table
+
+    set_environment(data_dir)
+    root = folder()
+    found = inventory.take()
+    if as_json:
+        print_json({"data_dir": str(root), "sets": [asdict(entry) for entry in found]})
+    else:
+        cells = [[entry.name, entry.state, entry.detail, entry.needed_for] for entry in found]
+        heads = ["data set", "state", "what", "needed for"]
+        console.print(table(f"Data in {root}", heads, cells, left=4))
+    if any(entry.state == "damaged" for entry in found):
+        raise typer.Exit(1)

@@ -1,16 +1,14 @@
 """`rtopk rivals`: every method at equal bytes."""
 
-import os
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rtopk.tools.cli.options import set_environment
 
+if TYPE_CHECKING:
     from rtopk.studies.equal_bytes.fit import Standing
 
 
@@ -37,24 +35,18 @@ def rivals(
     (imagenet) to three hours (ptb). The same command goes on where it stopped.
     """
     from rtopk.studies.equal_bytes import panels as data
-    from rtopk.studies.equal_bytes.fit import follow
-    from rtopk.studies.equal_bytes.page import differences, grid, markdown, marks
-    from rtopk.studies.equal_bytes.picture import score_against_budget
-    from rtopk.studies.equal_bytes.schedule import Ledger, heats, note, play
-    from rtopk.studies.paper.page import insert
-    from rtopk.studies.tasks.data import VARIABLE
+    from rtopk.studies.equal_bytes.fit import Ledger, follow, heats, note, play
+    from rtopk.studies.equal_bytes.rivals_page import differences, grid, markdown, marks, score_against_budget
+    from rtopk.studies.paper.reproduction_page import insert
     from rtopk.studies.train.config import Config
-    from rtopk.tools.show.terminal import console, make_progress, print_json
+    from rtopk.tools.show.terminal import console, make_progress, print_json, table
 
     if task not in data.PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
     panels = [data.smoke(panel) for panel in data.PANELS[task][-2:]] if smoke else list(data.PANELS[task])
     if write is not None:
         insert(write.read_text(), "", *marks(task))  # now, not after an hour
-    if data_dir is not None:
-        os.environ[VARIABLE] = str(data_dir)  # the workers inherit it
-    if device is not None:
-        os.environ["RTOPK_DEVICE"] = device
+    set_environment(data_dir, device)
     file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
 
     standings: list[Standing] = []
@@ -84,9 +76,9 @@ def rivals(
         print_json({"rows": [_row(s) for s in standings], "results": str(file), "picture": str(picture)})
         return
     for here in by_panel:
-        console.print(_table(here[0].panel.name, *grid(here)))
+        console.print(table(here[0].panel.name, *grid(here)))
         if against is not None:
-            console.print(_table("Differences, 95 % intervals", *differences(here, against)))
+            console.print(table("Differences, 95 % intervals", *differences(here, against)))
         console.print()
     console.print(f"Records: {file}\nPicture: {picture}")
 
@@ -103,12 +95,3 @@ def _row(standing: "Standing") -> dict[str, object]:
     }
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtopk.tools.report.series import Estimate, Series, difference
-from rtopk.tools.report.tables import number, table
+from rtopk.tools.report.summary import number, table
 
 Record = dict[str, Any]
 

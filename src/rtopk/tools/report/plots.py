@@ -1,16 +1,127 @@
-"""Series -> SVG for pages without scripts: drawn with matplotlib, in the page's own colours and fonts.
+"""Series -> what the plots show: plain numbers that page.js draws, and the same as SVG for pages without scripts.
 
-Colours are written as CSS variables, so the same drawing serves light and dark.
+The SVG is drawn with matplotlib in the page's own fonts. Colours are CSS variables, so one drawing serves light
+and dark.
 """
 
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rtopk.tools.report.figures import Plain
+from rtopk.tools.report.series import Estimate, Series
 from rtopk.tools.show.palette import DASHES, LIGHT, MARKERS, slot
+
+STAGES = ("gradient", "compress", "exchange", "apply")
+Plain = dict[str, Any]
+
+
+def panel(title: str, series: Sequence[Series]) -> Plain:
+    """Return everything that the plots of a panel show."""
+    measured = [one for one in series if one.measured]
+    shown = [_series(one) for one in measured]
+    _set_side_by_side(shown)
+    return {
+        "title": title,
+        "metric": measured[0].metric if measured else "",
+        "higher": measured[0].higher_is_better if measured else True,
+        "series": shown,
+        "range": _range(shown, 100.0 if measured and measured[0].metric == "accuracy" else math.inf),
+    }
+
+
+def _set_side_by_side(shown: list[Plain]) -> None:
+    """Give each series the place `at` of its last point: methods that sent as much stand beside each other."""
+    for one in shown:
+        same = [
+            other
+            for other in shown
+            if round(math.log10(other["sent"]), 1) == round(math.log10(one["sent"]), 1)
+        ]
+        # Beside each other, but never so far that the place says something else: 1.5 times from first to last.
+        step = min(1.25, 1.5 ** (1 / max(len(same) - 1, 1)))
+        one["at"] = short(one["sent"] * step ** (same.index(one) - (len(same) - 1) / 2))
+
+
+def _range(shown: Sequence[Plain], most: float) -> list[float] | None:
+    """Return the part of the vertical axis that the last scores take, and their intervals as far as is useful."""
+    scores = [(one["score"][0], one["score"][1] or 0.0) for one in shown if one["score"][0] is not None]
+    if not scores:
+        return None
+    # One method of which the seeds say little must not make points of all others.
+    far = max(mean for mean, _ in scores) - min(mean for mean, _ in scores)
+    far = max(far, 4.0 * sorted(half for _, half in scores)[(len(scores) - 1) // 2])
+    low = min(mean - (min(half, far) if far else half) for mean, half in scores)
+    high = max(mean + (min(half, far) if far else half) for mean, half in scores)
+    air = max(0.15 * (high - low), 0.01 * abs(high))
+    return [low - air, min(high + air, max(most, high))]
+
+
+def _series(one: Series) -> Plain:
+    score, names = one.score(), ("score", "loss", "train_loss")
+    keys = {"score": one.metric, "loss": "loss", "train_loss": "train_loss"}
+    curves = {
+        name: one.curve(_reader(keys[name])) for name in names if keys[name] in one.measured[0]["final"]
+    }
+    return {
+        "label": one.label,
+        "slot": one.slot,
+        "dash": one.dash,
+        "score": [short(score.mean), short(score.half), score.count],
+        "sent": short(one.over_runs(lambda run: run["final"]["sent_bytes"])),
+        "x": {
+            "round": _means(one.curve(_reader("round"))),
+            "bytes": _means(one.curve(_reader("sent_bytes"))),
+            "seconds": _means(one.curve(_reader("seconds"))),
+        },
+        "y": {name: _means(curve) for name, curve in curves.items()},
+        "half": {name: [short(e.half) for e in curve] for name, curve in curves.items()},
+        "residual": _means(one.curve(_reader("residual_norm"))),
+        "density": _means(one.curve(_reader("density"))),
+        "sent_per_round": per_round(one, "sent_bytes"),
+        "received_per_round": per_round(one, "received_bytes"),
+        "spent": spent(one),
+    }
+
+
+def per_round(one: Series, name: str) -> list[float | None]:
+    """Return the bytes of a round, averaged over the rounds since the point before."""
+    totals, rounds = one.curve(_reader(name)), one.curve(_reader("round"))
+    before, last, found = 0.0, 0.0, []
+    for total, at in zip(totals, rounds, strict=True):
+        found.append(short((total.mean - before) / (at.mean - last)))
+        before, last = total.mean, at.mean
+    return found
+
+
+def spent(one: Series) -> dict[str, float | None]:
+    """Return the milliseconds that a node and round spend in each stage; empty where it was not measured."""
+    runs = [run for run in one.measured if "spent" in run["final"]]
+    if not runs:
+        return {}
+    found = {}
+    for stage in STAGES:
+        times = [run["final"]["spent"].get(stage, 0.0) / run["final"]["round"] for run in runs]
+        nodes = (
+            one.config["nodes"] if stage in ("gradient", "compress") else 1
+        )  # one process does all nodes' work
+        found[stage] = short(1000.0 * sum(times) / len(times) / nodes)
+    return found if any(found.values()) else {}  # under torchrun the stages are inside backward
+
+
+def short(value: float) -> float | None:
+    """Return a number with six digits, None for what JSON cannot say."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _reader(name: str) -> Callable[[Mapping[str, float]], float]:
+    return lambda point: point.get(name, math.nan)
+
+
+def _means(estimates: Sequence[Estimate]) -> list[float | None]:
+    return [short(e.mean) for e in estimates]
+
 
 INK = "#010203"  # stands for the colour of the text until the drawing is in the page
 STYLES = dict(zip(DASHES, ("-", "--", ":", "-."), strict=True))

@@ -10,13 +10,11 @@ from typing import Any
 
 from rtopk.seed import generator
 from rtopk.studies.lab import bounds
+from rtopk.studies.lab.bernoulli import flat, numpy_rng, sample
 from rtopk.studies.lab.convergence import Outcome, Problem, compare
 from rtopk.studies.lab.encoder import Encoder
-from rtopk.studies.lab.estimators import SCHEMES, Scheme
 from rtopk.studies.lab.gaussian import bits_needed
-from rtopk.studies.lab.models import sample
-from rtopk.studies.lab.risk import Risk, Setting, Slope, fit, grid, measure
-from rtopk.studies.lab.theta import flat, numpy_rng
+from rtopk.studies.lab.risk import SCHEMES, Risk, Scheme, Setting, Slope, fit, grid, measure
 
 Advance = Callable[[], None]
 MODELS = ("bernoulli", "gaussian", "sparse gaussian")

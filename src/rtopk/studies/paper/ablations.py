@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rtopk.studies.paper.tables import Row, Scale, Setup, Table
+from rtopk.studies.paper.definitions import Row, Scale, Setup, Table
 from rtopk.studies.train.config import Config
 
 _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)

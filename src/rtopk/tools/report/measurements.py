@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rtopk.tools.report.figures import Plain, short
 from rtopk.tools.report.inputs import Study
-from rtopk.tools.report.tables import number, table
+from rtopk.tools.report.plots import Plain, short
+from rtopk.tools.report.summary import number, table
+from rtopk.tools.show.labels import with_density
 
 Shown = tuple[str, list[Plain]]  # HTML of the tables, charts
 
@@ -101,7 +102,7 @@ def _link(study: Study) -> Shown:
         cells.setdefault(f"{row['model']}, {row['nodes']} nodes, {rate}", []).append(row)
     charts, html = [], ""
     for cell, rows in cells.items():
-        names = [_method(row) for row in rows]
+        names = [with_density(row["method"], row.get("density"), row.get("values")) for row in rows]
         parts = {"step": "step_ms", "without communication": "off_ms"}
         series = [
             {"label": label, "x": names, "y": [short(row[part]) for row in rows]}
@@ -119,12 +120,6 @@ def _link(study: Study) -> Shown:
             ],
         )
     return html, charts
-
-
-def _method(row: Mapping[str, Any]) -> str:
-    """Name a row as the benchmark prints it: the method, its density in percent, its values."""
-    density = f" {100 * row['density']:g} %" if row.get("density") else ""
-    return f"{row['method']}{density}" + (f" {row['values']}" if row.get("values") else "")
 
 
 def _compared(rows: Sequence[Mapping[str, Any]], who: str) -> Sequence[Mapping[str, Any]]:

@@ -7,9 +7,8 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from rtopk.studies.paper.reproduce import results_file
-from rtopk.studies.paper.tables import Row, Scale, Table
-from rtopk.studies.paper.tuning import tuning
+from rtopk.studies.paper.reproduce import results_file, tuning
+from rtopk.studies.paper.definitions import Row, Scale, Table
 from rtopk.studies.train.records import Record, read
 from rtopk.studies.train.runner import key_of
 from rtopk.tools.show.intervals import half_width, welch

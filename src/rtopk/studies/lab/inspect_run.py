@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtopk.studies.lab.gradients import Inspector
-from rtopk.studies.tasks.classify import Classification
+from rtopk.studies.tasks.objectives import Classification
 from rtopk.studies.tasks.shards import Examples
 from rtopk.studies.train.loop import Run, seeded
 from rtopk.studies.train.node import Node
