@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from rtopk.seed import generator
-from rtopk.studies.lab.gradients import Inspector, Plan, describe, overlap
+from rtopk.studies.lab.gradients import Candidate, Inspector, describe, overlap
+from rtopk.studies.lab.inspect_run import full_gradient, inspect
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run
-from rtopk.studies.lab.inspect_run import full_gradient, inspect
 
 
 def test_effective_sparsity():
@@ -106,8 +106,8 @@ def test_refusals():
         inspector.verdict()
     with pytest.raises(ValueError, match="tolerance"):
         Inspector(2, 10, 0.1, tolerance=2.0)
-    assert Plan(0.1, 1.0).name(10) == "top-k"
-    assert Plan(0.1, 10.0).name(10) == "random-k"
+    assert Candidate(0.1, 1.0).name(10) == "top-k"
+    assert Candidate(0.1, 10.0).name(10) == "random-k"
 
 
 def test_looking_changes_nothing_and_the_true_gradient_is_true():

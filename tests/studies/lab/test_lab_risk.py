@@ -15,6 +15,7 @@ from rtopk.seed import generator
 from rtopk.studies.lab import bounds
 from rtopk.studies.lab.bernoulli import FAMILIES, densify, flat, numpy_rng, perturb, quantise, sample
 from rtopk.studies.lab.encoder import Encoder
+from rtopk.studies.lab.experiments import bits_used, regime_slopes, study_bounds
 from rtopk.studies.lab.gaussian import GaussianSetting, bits_needed, gaussian_risk
 from rtopk.studies.lab.risk import (
     Setting,
@@ -27,7 +28,6 @@ from rtopk.studies.lab.risk import (
     receive,
     squared_errors,
 )
-from rtopk.studies.lab.experiments import bits_used, regime_slopes, study_bounds
 
 FALSE_ALARM = 1e-6
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from tiny_data import make_cifar, make_folder, make_ptb, write_sums
 
-from rtopk.studies.bench import gradients
+from rtopk.studies.bench import workloads
 from rtopk.studies.tasks import cifar, corpus, inventory
 from rtopk.studies.tasks.data import DataError, data_dir, find
 from rtopk.studies.tasks.images import Files, centre_crop, image_folder, random_resized_crop
@@ -244,8 +244,8 @@ def test_a_benchmark_reads_its_images_with_the_same_care(tmp_path):
     bomb = {b"data": Bomb(str(tmp_path / "bang")), b"labels": [1]}
     (folder / "data_batch_1").write_bytes(pickle.dumps(bomb, protocol=2))
     with pytest.raises(DataError, match="only arrays, lists and strings"):
-        gradients.real(1000, 1, tmp_path)
+        workloads.real(1000, 1, tmp_path)
     assert not (tmp_path / "bang").exists()
     (tmp_path / "honest").mkdir()
     make_cifar(tmp_path / "honest", per_batch=4)
-    assert gradients.real(1000, 1, tmp_path / "honest").source.endswith("CIFAR-10")
+    assert workloads.real(1000, 1, tmp_path / "honest").source.endswith("CIFAR-10")

@@ -36,7 +36,7 @@ class HostsUnavailableError(RuntimeError):
     """This machine cannot make hosts; the message says why and what to do."""
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Say what is missing to make hosts, or None."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
@@ -76,7 +76,7 @@ class Hosts:
         self._watcher: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Hosts":
-        reason = why_not()
+        reason = unavailable_reason()
         if reason is not None:
             raise HostsUnavailableError(
                 f"{reason}. Without shaped links, use --loopback: all ranks on 127.0.0.1"

@@ -1,4 +1,4 @@
-"""The ranks of `rtopk bench link`: the parent starts them and gives orders as JSON lines; each rank answers in kind.
+"""The ranks of `rtopk bench link`: the parent gives orders as JSON lines, and each rank answers in kind.
 
 Each rank runs `python -m rtopk.studies.bench.ranks` with the variables of torch.distributed set, on a host of its
 own or on loopback.
@@ -23,19 +23,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from rtopk.studies.bench import rivals
+from rtopk.studies.bench import link_methods
 from rtopk.studies.bench.hosts import INTERFACE, Hosts, received_bytes
 from rtopk.studies.bench.workloads import StandIn
 
 PORT = 29_400  # on hosts of our own nobody else has it
-PATIENCE = 1200.0  # seconds until an order counts as lost
+TIMEOUT = 1200.0  # seconds until an order counts as lost
 
 
 class RankFailedError(RuntimeError):
     """A rank ended or did not answer."""
 
 
-class Fleet:
+class Ranks:
     """`nodes` processes of torch.distributed; a context manager."""
 
     def __init__(self, nodes: int, hosts: Hosts | None) -> None:
@@ -46,7 +46,7 @@ class Fleet:
         self._ranks: list[subprocess.Popen[str]] = []
         self._errors: list[IO[bytes]] = []
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> "Ranks":
         address, port = "127.0.0.1", PORT
         if self.hosts is None:
             with socket.socket() as free:
@@ -113,7 +113,7 @@ class Fleet:
     def _answers(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
         """Wait for one line of each rank; a rank that ends instead ends the wait."""
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(_out(self._ranks[rank]), selectors.EVENT_READ, rank)
@@ -121,7 +121,7 @@ class Fleet:
                 events = selector.select(timeout=max(0.0, deadline - time.monotonic()))
                 if not events:
                     late = sorted(set(ranks) - set(answers))
-                    raise self._failure(late[0], f"did not answer within {PATIENCE:.0f} s")
+                    raise self._failure(late[0], f"did not answer within {TIMEOUT:.0f} s")
                 for key, _ in events:
                     line = _out(self._ranks[key.data]).readline()
                     if not line:
@@ -170,17 +170,17 @@ class Rank:
 
     def __init__(self, interface: str) -> None:
         self.interface = interface
-        self.methods: dict[str, rivals.Method] = {}
-        self.current: rivals.Method = rivals.Off()
+        self.methods: dict[str, link_methods.Method] = {}
+        self.current: link_methods.Method = link_methods.Off()
         self.start = torch.zeros(1, requires_grad=True)
 
     def load(self, model: str) -> dict[str, Any]:
         """Make a model, take two steps without communication: DDP rebuilds its buckets after the first."""
         if dist.get_rank() == 0:
-            rivals.compile_loops()  # once, on disk for the others, who wait
+            link_methods.compile_loops()  # once, on disk for the others, who wait
         dist.barrier()
         self.methods.clear()
-        self.current = rivals.Off()
+        self.current = link_methods.Off()
         self.stand_in = StandIn(model, dist.get_rank())
         # Batch norm's buffers are no gradients: DDP would broadcast them in forward, with every method alike.
         self.ddp = DistributedDataParallel(
@@ -218,7 +218,7 @@ class Rank:
         key = f"{method} {density} {values}"
         fresh = key not in self.methods
         if fresh:
-            self.methods[key] = rivals.make(method, self.ddp, density, values)
+            self.methods[key] = link_methods.make(method, self.ddp, density, values)
         self.current = self.methods[key]
         self.stand_in.seconds = compute_ms / 1e3
         for _ in range(warm if fresh else min(warm, 1)):
@@ -229,7 +229,7 @@ class Rank:
         dist.barrier()
         received = received_bytes(self.interface) - before
         if not keep:
-            self.current = rivals.Off()
+            self.current = link_methods.Off()
             del self.methods[key]
         return {"steps": rows, "received": received}
 

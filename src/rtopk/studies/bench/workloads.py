@@ -1,11 +1,12 @@
-"""What benchmarks run on: gradients, synthetic or of real models; and models whose computation is replaced by waiting.
+"""What benchmarks run on: gradients, synthetic or of real models; and models that wait instead of computing.
 
 Real data: CIFAR-10 and Penn Treebank from a directory that the user names (the layouts of their publishers); else
 what is at hand anywhere: scikit-learn's digits for images, the manual that ships with Python for text.
 
-A stand-in has the parameters of a real model and hands out gradients that it gave on this rank. Forward waits a third
-of the measured step, backward the rest, spread evenly over the weight tensors in the order in which backward reaches
-them. So ranks that share cores do not hide the link, and DDP sends its buckets while backward goes on, as in training.
+A stand-in has the parameters of a real model and hands out gradients that the model gave on this rank. Forward
+waits a third of the measured step, backward the rest, spread evenly over the weight tensors in the order in which
+backward reaches them. So ranks that share cores do not hide the link, and DDP sends its buckets while backward goes
+on, as in real training.
 """
 
 import re

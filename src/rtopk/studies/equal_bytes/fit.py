@@ -6,7 +6,7 @@
    by the mean over the panel's seeds for that.
 3. Result: with the bytes and the rate found, on test data, one run a seed.
 
-An entrant is a generator that yields configurations and is sent their records; `heats.py` runs them.
+An entrant is a generator that yields configurations and is sent their records; `side_by_side.py` runs them.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import mean
 
 from rtopk.studies.equal_bytes.panels import Budget, Entrant, Panel
-from rtopk.studies.paper.reproduce import note_choice
 from rtopk.studies.paper.definitions import TUNING_SEED
+from rtopk.studies.paper.reproduce import note_choice
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.records import Record, read, score
 from rtopk.studies.train.runner import key_of, run_all
@@ -31,7 +31,7 @@ STEEP = 1.5  # first guess: twice the threshold sends 2^-1.5 of the entries
 
 
 @dataclass(frozen=True)
-class Standing:
+class EntrantResult:
     """What an entrant reached with a budget."""
 
     panel: Panel
@@ -67,9 +67,9 @@ class Standing:
         return self.rate in (self.panel.rates[0], self.panel.rates[-1])
 
 
-def follow(
+def entrant_runs(
     panel: Panel, budget: Budget | None, entrant: Entrant, seeds: int
-) -> Generator[Config, Record, Standing]:
+) -> Generator[Config, Record, EntrantResult]:
     """Yield every run of an entrant, one after the other; return where it stands."""
     base = dataclasses.replace(
         panel.config, method=entrant.method, mean=entrant.mean, values=entrant.values,
@@ -108,7 +108,7 @@ def follow(
     records: list[Record] = []
     while len(records) < seeds:
         records.append((yield dataclasses.replace(final, seed=len(records))))
-    return Standing(
+    return EntrantResult(
         panel, budget, entrant, target, tuple(tuple(tried[at]) for at in sorted(tried)), tuple(records)
     )
 
@@ -179,7 +179,7 @@ Runner = Callable[[Sequence[Config]], Sequence[Record | None]]
 OnRun = Callable[[Config], None]  # when it has finished
 
 
-def heats(panels: Sequence[Panel]) -> list[list[tuple[Panel, Budget | None, Entrant]]]:
+def side_by_side(panels: Sequence[Panel]) -> list[list[tuple[Panel, Budget | None, Entrant]]]:
     """Return who goes side by side: dense and the first group of each panel, then all second groups, ..."""
     depth = max(len(panel.budgets) for panel in panels)
     found: list[list[tuple[Panel, Budget | None, Entrant]]] = []
@@ -191,7 +191,7 @@ def heats(panels: Sequence[Panel]) -> list[list[tuple[Panel, Budget | None, Entr
     return found
 
 
-class Ledger:
+class Runs:
     """Run configurations, or find them among the records; `recorded` runs nothing and answers None instead."""
 
     def __init__(
@@ -226,9 +226,11 @@ class Ledger:
         return [self._done.get(config.key) for config in configs]
 
 
-def play(steps: Iterable[Generator[Config, Record, Standing]], run: Runner) -> list[Standing]:
+def run_together(
+    steps: Iterable[Generator[Config, Record, EntrantResult]], run: Runner
+) -> list[EntrantResult]:
     """Let entrants go side by side, a run each at a time; those whose next run is refused (None) drop out."""
-    standings: list[Standing] = []
+    results: list[EntrantResult] = []
     wishes = [(entrant, next(entrant)) for entrant in steps]
     while wishes:
         records = run([config for _, config in wishes])
@@ -239,13 +241,13 @@ def play(steps: Iterable[Generator[Config, Record, Standing]], run: Runner) -> l
             try:
                 following.append((entrant, entrant.send(record)))
             except StopIteration as end:
-                standings.append(end.value)
+                results.append(end.value)
         wishes = following
-    return standings
+    return results
 
 
-def note(file: Path, standing: Standing) -> None:
+def note(file: Path, result: EntrantResult) -> None:
     """Write an entrant's grid, scores and choice into the records, once."""
-    budget = standing.budget.label if standing.budget else "dense"
-    of = {"panel": standing.panel.name, "budget": budget, "row": standing.entrant.label}
-    note_choice(file, of, standing.tried, standing.rate)
+    budget = result.budget.label if result.budget else "dense"
+    of = {"panel": result.panel.name, "budget": budget, "row": result.entrant.label}
+    note_choice(file, of, result.tried, result.rate)

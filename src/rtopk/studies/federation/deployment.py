@@ -23,12 +23,12 @@ OFFLINE = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-PATIENCE = 180.0  # seconds for a process to be ready
+TIMEOUT = 180.0  # seconds for a process to be ready
 GRACE = 10.0  # seconds for a process to end when asked
 
 # Ends what we started when we are gone, however we went: its input then ends. It is told the ids of our children,
 # which are the ids of their groups too; an empty line says that all have been ended already.
-WARDEN = """
+WATCHDOG = """
 import os, signal, sys, time
 groups = []
 for line in sys.stdin:
@@ -73,7 +73,7 @@ class Fleet:
         self.port = free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._children: list[subprocess.Popen[bytes]] = []
-        self._warden: subprocess.Popen[str] | None = None
+        self._watchdog: subprocess.Popen[str] | None = None
         self.environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home")}
         # The scripts of this environment first: a SuperLink starts others of Flower's by name.
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -92,8 +92,8 @@ class Fleet:
         (self.folder / "home" / "config.toml").write_text(
             f'[superlink]\ndefault = "fleet"\n\n[superlink.fleet]\n{connection}'
         )
-        self._warden = subprocess.Popen(
-            [sys.executable, "-c", WARDEN], stdin=subprocess.PIPE, text=True, start_new_session=True
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-c", WATCHDOG], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
         try:
             self._link = self._start(
@@ -130,7 +130,7 @@ class Fleet:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
         start = done.stdout.find("{")
         try:
@@ -181,8 +181,8 @@ class Fleet:
                 child.wait(max(0.1, deadline - time.monotonic()))
             _end(child, signal.SIGKILL)
             child.wait()
-        if self._warden is not None:
-            self._warden.communicate("\n")
+        if self._watchdog is not None:
+            self._watchdog.communicate("\n")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -205,17 +205,17 @@ class Fleet:
         return child
 
     def _watch_over(self, child: subprocess.Popen[bytes]) -> None:
-        assert self._warden is not None
-        assert self._warden.stdin is not None
-        self._warden.stdin.write(f"{child.pid}\n")
-        self._warden.stdin.flush()
+        assert self._watchdog is not None
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.write(f"{child.pid}\n")
+        self._watchdog.stdin.flush()
 
     def _check_link(self) -> None:
         if self._link.poll() is not None:
             raise FleetError(f"the SuperLink ended with {self._link.returncode}: {self.tail('superlink')}")
 
     def _await_port(self, port: int, child: subprocess.Popen[bytes], name: str) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
             if child.poll() is not None:
                 raise FleetError(f"{name} ended with {child.returncode}: {self.tail(name)}")
@@ -223,7 +223,7 @@ class Fleet:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return
             time.sleep(0.2)
-        raise FleetError(f"{name} did not listen within {PATIENCE:.0f} s: {self.tail(name)}")
+        raise FleetError(f"{name} did not listen within {TIMEOUT:.0f} s: {self.tail(name)}")
 
     def tail(self, name: str, characters: int = 2000) -> str:
         """Return the end of a log."""

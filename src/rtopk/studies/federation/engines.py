@@ -17,8 +17,8 @@ from typing import Any
 
 from rtopk.studies.federation.app import client_app, server_app
 from rtopk.studies.federation.deployment import OFFLINE, Fleet, FleetError, certificates, write_app
-from rtopk.studies.federation.settings import Federation
 from rtopk.studies.federation.proxy import CountingProxy
+from rtopk.studies.federation.settings import Federation
 from rtopk.studies.train.records import write_atomically
 
 Progress = Callable[[int], None]

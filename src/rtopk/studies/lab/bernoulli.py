@@ -2,12 +2,12 @@
 
 theta is in [0, 1]^d (signed: [-1, 1]^d) with sum |theta_j| <= s. The families are the corners of the question: flat
 (where the upper bound is tight), power law (like a gradient), few ones (nothing to learn but where), and points of
-the cube [s/2d, s/d]^d of the lower bound. A flat theta is one number, so its d may be far beyond what fits into memory.
+the cube [s/2d, s/d]^d of the lower bound. A flat theta is one number, so its d may be far beyond the memory.
 
-Samples never are n x d numbers. All nodes times coordinates of about the same theta are one long row of coin tosses;
-the gaps between heads are geometric, so the work is that of the ones, and a coordinate's true theta is reached by
-refusing some. The refinements: signs come from Theta; a continuous perturbation is added and taken off again by
-perturb and quantise, which also scales.
+Samples are never n x d numbers. All nodes times coordinates of about the same theta are one long row of coin
+tosses; the gaps between heads are geometric, so the work is that of the ones, and a coordinate's true theta is
+reached by refusing some. The refinements: signs come from `Theta`; a continuous perturbation is added and taken off
+again by `perturb` and `quantise`, which also scales.
 """
 
 from collections.abc import Callable, Iterator

@@ -49,9 +49,9 @@ def capacity(d: int, bits: int, marks: int = 1) -> int:
     # j ones need at least j bits unless all d fit, so no more than this many can.
     j = np.arange(1, min(d, bits) + 1, dtype=np.float64)
     sizes = np.logaddexp2.accumulate(np.concatenate([[0.0], np.cumsum(np.log2((d - j + 1) * marks / j))]))
-    doubt = 1e-3  # bits; far above the rounding of the sums, so only exact arithmetic decides within it
-    kept: int = max(int(np.searchsorted(sizes, bits - doubt, side="right")) - 1, 0)
-    last = int(np.searchsorted(sizes, bits + doubt, side="right")) - 1
+    margin = 1e-3  # bits; far above the rounding of the sums, so only exact arithmetic decides within it
+    kept: int = max(int(np.searchsorted(sizes, bits - margin, side="right")) - 1, 0)
+    last = int(np.searchsorted(sizes, bits + margin, side="right")) - 1
     if last <= kept:
         return kept
     size, term = codebook_size(d, kept, marks), math.comb(d, kept) * marks**kept

@@ -57,7 +57,7 @@ def overlap(gradients: Sequence[Tensor], k: int) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Candidate:
     """A scheme: rTop-k at one density and one r / k; 1 is top-k, d / k is random-k."""
 
     density: float
@@ -101,16 +101,16 @@ class Inspector:
         if not 0 < tolerance < 1:
             raise ValueError(f"tolerance must be in (0, 1), got {tolerance}")
         self.nodes, self.d, self.density, self.seed, self.tolerance = nodes, d, density, seed, tolerance
-        self.plans: dict[Plan, list[Sparsifier]] = {}
-        self.fitted: dict[Plan, float] = {}  # the density with which a plan sends the bytes of r = n k
+        self.plans: dict[Candidate, list[Sparsifier]] = {}
+        self.fitted: dict[Candidate, float] = {}  # the density with which a plan sends the bytes of r = n k
         for part in sorted({density, *densities}):
             k = max(1, round(part * d))
             for factor in sorted({1.0, 2.0, float(nodes), float(nodes**2), d / k}):
                 if factor * k <= d:
-                    plan = Plan(part, factor)
+                    plan = Candidate(part, factor)
                     self.fitted[plan] = part
                     self.plans[plan] = plan.sparsifiers(nodes, part, seed, residual=True)
-        self.estimates: dict[Plan, Tensor] = {}  # of the latest round
+        self.estimates: dict[Candidate, Tensor] = {}  # of the latest round
         self.sent = {plan: torch.zeros(d) for plan in self.plans}  # summed over rounds
         self.due = torch.zeros(d)
         self.step = -1
@@ -141,7 +141,7 @@ class Inspector:
             self.fitted[plan] = min(most, plan.density * budget / sizes[plan])
             self.plans[plan] = plan.sparsifiers(self.nodes, self.fitted[plan], self.seed, residual=True)
 
-    def lag(self, plan: Plan) -> float:
+    def lag(self, plan: Candidate) -> float:
         """Return what part of all that was due, squared norm, has not been delivered or not exactly."""
         return float((self.sent[plan] - self.due).square().sum() / self.due.square().sum())
 

@@ -1,4 +1,4 @@
-"""Risk E || estimate - theta ||^2 of each scheme: exact where the proof gives it, and by Monte Carlo with an interval.
+"""Risk E || estimate - theta ||^2 of each scheme: exact where the proof gives it, and measured with an interval.
 
 Each scheme says how many ones of each node arrive, which, and what a received one counts; this is the fast path,
 with the law of the bit-exact Encoder but without the bit string.
@@ -15,7 +15,8 @@ the two bounds are held against measurement.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -24,6 +25,7 @@ from scipy import stats
 from rtopk.studies.lab import bounds
 from rtopk.studies.lab.bernoulli import FAMILIES, Floats, Integers, Ones, Theta, numpy_rng, sample
 from rtopk.studies.lab.encoder import Encoder, capacity
+from rtopk.tools.show.intervals import half_width, t_quantile
 
 Scheme = Literal["paper", "truncate", "random", "central"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
@@ -140,9 +142,9 @@ def measure(setting: Setting, scheme: Scheme = "paper", repeats: int = 16, seed:
     """Run the whole experiment `repeats` times and average the squared error."""
     if repeats < 2:
         raise ValueError(f"an interval needs at least 2 repeats, got {repeats}")
-    errors = np.array(list(itertools.islice(squared_errors(setting, scheme, seed), repeats)))
-    mean = float(errors.mean())
-    half = float(stats.t.ppf(0.975, repeats - 1) * errors.std(ddof=1) / math.sqrt(repeats))
+    errors = list(itertools.islice(squared_errors(setting, scheme, seed), repeats))
+    mean = fmean(errors)
+    half = half_width(errors)
     return Risk(setting, scheme, mean, mean - half, mean + half, repeats)
 
 
@@ -174,17 +176,6 @@ def exact(setting: Setting, scheme: Scheme = "paper") -> float:
     return (second - theta.squares) / setting.n
 
 
-def sweep(
-    base: Setting, axis: str, values: Iterable[float], schemes: Sequence[Scheme] = ("paper",),
-    repeats: int = 16, seed: int = 0,
-) -> Iterator[Risk]:  # fmt: skip
-    """Measure along one of d, s, n, k; yields one scheme after the other at each value."""
-    for value in values:
-        setting = replace(base, **{axis: value})  # type: ignore[arg-type]
-        for scheme in schemes:
-            yield measure(setting, scheme, repeats, seed)
-
-
 @dataclass(frozen=True)
 class Slope:
     """A slope on log-log axes with its 95 % interval."""
@@ -202,7 +193,7 @@ def fit(x: Sequence[float], y: Sequence[float]) -> Slope:
     if len(x) < 3:
         raise ValueError(f"a slope with an interval needs at least 3 points, got {len(x)}")
     result = stats.linregress(np.log(x), np.log(y))
-    half = float(stats.t.ppf(0.975, len(x) - 2) * result.stderr)
+    half = float(t_quantile(len(x) - 2) * result.stderr)
     return Slope(float(result.slope), float(result.slope) - half, float(result.slope) + half)
 
 

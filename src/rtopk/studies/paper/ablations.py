@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rtopk.studies.paper.definitions import Row, Scale, Setup, Table
+from rtopk.studies.paper.definitions import Scale, Setup, Table, TableRow
 from rtopk.studies.train.config import Config
 
 _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)
@@ -18,7 +18,9 @@ _FAR = Config(setting="federated", batch=32, local_steps=8, rounds=60, memory="n
 _RATES, _PLAIN_RATES, _FAR_RATES = (0.005, 0.02, 0.08), (0.08, 0.32, 1.28), (0.05, 0.1, 0.2)
 
 
-def _study(name: str, title: str, config: Config, rates: tuple[float, ...], rows: Sequence[Row]) -> Table:
+def _study(
+    name: str, title: str, config: Config, rates: tuple[float, ...], rows: Sequence[TableRow]
+) -> Table:
     smoke = dataclasses.replace(
         config, rounds=4, batch=4, evaluate_every=2, local_steps=2 * (config.setting == "federated")
     )
@@ -34,9 +36,9 @@ def _study(name: str, title: str, config: Config, rates: tuple[float, ...], rows
 
 def _each(
     methods: Sequence[tuple[str, str]], variants: Sequence[tuple[str, dict[str, Any]]], density: float = 0.01
-) -> list[Row]:
+) -> list[TableRow]:
     return [
-        Row(method, density, None, mean, note, tuple(sorted(options.items())))  # type: ignore[arg-type]
+        TableRow(method, density, None, mean, note, tuple(sorted(options.items())))  # type: ignore[arg-type]
         for note, options in variants
         for method, mean in methods
     ]

@@ -13,13 +13,14 @@ from typing import Any, Literal, get_args
 
 from rtopk.aggregate import Mean
 from rtopk.studies.train.config import Config
+from rtopk.tools.show.labels import with_compression
 
 Scale = Literal["smoke", "small", "paper"]
 TUNING_SEED = 1000  # the first; results count from 0
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of a table: a method at a density, with the paper's figure."""
 
     method: str
@@ -36,7 +37,7 @@ class Row:
             return f"baseline{', ' if self.note else ''}{self.note}"
         name = {"rtop-k": "rTop-k", "top-k": "Top-k", "random-k": "Random-k"}[self.method]
         mean = ", mean of received" if self.mean == "received" else ""
-        return f"{name} {100 * (1 - self.density):.4g} %{mean}{', ' if self.note else ''}{self.note}"
+        return f"{with_compression(name, self.density)}{mean}{', ' if self.note else ''}{self.note}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Table:
     name: str  # of its files
     title: str
     figure: int | None  # of the paper, the same runs as curves
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     setups: dict[Scale, Setup]
     small: str = ""  # what stands for the model and the data at the small scales; "" is as in the title
 
@@ -65,7 +66,7 @@ class Table:
         """Name the table, and what really ran at a scale."""
         return self.title if scale == "paper" or not self.small else f"{self.title} (here: {self.small})"
 
-    def tuning(self, scale: Scale, row: Row, rate: float) -> list[Config]:
+    def tuning(self, scale: Scale, row: TableRow, rate: float) -> list[Config]:
         """Return the runs that score a learning rate of a row: shorter, on validation data."""
         setup = self.setups[scale]
         full = _of(scale, setup.config, row, rate)
@@ -79,13 +80,13 @@ class Table:
         )
         return [dataclasses.replace(short, seed=TUNING_SEED + more) for more in range(setup.tuning_seeds)]
 
-    def results(self, scale: Scale, row: Row, rate: float, seeds: int) -> list[Config]:
+    def results(self, scale: Scale, row: TableRow, rate: float, seeds: int) -> list[Config]:
         """Return the runs that make a row's figure, on test data."""
         config = self.setups[scale].config
         return [dataclasses.replace(_of(scale, config, row, rate), seed=seed) for seed in range(seeds)]
 
 
-def _of(scale: Scale, config: Config, row: Row, rate: float) -> Config:
+def _of(scale: Scale, config: Config, row: TableRow, rate: float) -> Config:
     own = {"method": row.method, "density": row.density, "mean": row.mean, "learning_rate": rate}
     options = dict(row.options)
     if scale == "smoke":  # short, whatever the row says
@@ -97,12 +98,12 @@ def _rows(
     *paper: tuple[str, float, float],
     more: tuple[tuple[str, float, Mean], ...],
     twice: tuple[float, Mean],
-    also: tuple[Row, ...] = (),
-) -> tuple[Row, ...]:
+    also: tuple[TableRow, ...] = (),
+) -> tuple[TableRow, ...]:
     """Return the paper's rows, then ours; `twice` is rTop-k with r = 2 k, at a density, with a mean."""
-    ours = [Row(method, density, None, mean) for method, density, mean in more]
-    half = Row("rtop-k", twice[0], None, twice[1], "r = 2 k", (("r_over_k", 2.0),))
-    return (*[Row(method, density, figure) for method, density, figure in paper], *ours, half, *also)
+    ours = [TableRow(method, density, None, mean) for method, density, mean in more]
+    half = TableRow("rtop-k", twice[0], None, twice[1], "r = 2 k", (("r_over_k", 2.0),))
+    return (*[TableRow(method, density, figure) for method, density, figure in paper], *ours, half, *also)
 
 
 # The other mean, for the methods of which the paper makes most.
@@ -167,12 +168,14 @@ TABLES = {
             ("top-k", 0.001, 86.12), ("random-k", 0.01, 66.81), more=_RECEIVED, twice=(0.01, "nodes"),
             also=(
                 *(
-                    Row(method, density, note="no momentum", options=(("momentum", 0.0),))
+                    TableRow(method, density, note="no momentum", options=(("momentum", 0.0),))
                     for method, density in (
                         ("rtop-k", 0.01), ("top-k", 0.01), ("rtop-k", 0.001), ("top-k", 0.001), ("dense", 1.0),
                     )
                 ),
-                Row("rtop-k", 0.01, note="r = 2 k, no momentum", options=(("momentum", 0.0), ("r_over_k", 2.0))),
+                TableRow(
+                    "rtop-k", 0.01, note="r = 2 k, no momentum", options=(("momentum", 0.0), ("r_over_k", 2.0)),
+                ),
             ),
         ),
         _setups(_CIFAR, _IMAGE_RATES, _CIFAR_SMALL, _SMALL_BATCH_RATES),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from rtopk.studies.paper.definitions import Row, Scale, Table
+from rtopk.studies.paper.definitions import Scale, Table, TableRow
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.processes import barrier, leads
 from rtopk.studies.train.records import Record, Results, read, score
@@ -42,7 +42,7 @@ class Tuning:
         return self.rate in (min(self.tried), max(self.tried))
 
 
-def tuning(table: Table, scale: Scale, row: Row, records: Mapping[str, Record]) -> Tuning:
+def tuning(table: Table, scale: Scale, row: TableRow, records: Mapping[str, Record]) -> Tuning:
     """Return what records, by key, say of a row's learning rate, and what to run next."""
     setup = table.setups[scale]
     grid = setup.rates
@@ -96,14 +96,14 @@ def results_file(folder: Path, table: Table, scale: Scale) -> Path:
 
 def run_table(
     table: Table,
-    rows: Sequence[Row],
+    rows: Sequence[TableRow],
     scale: Scale,
     seeds: int,
     jobs: int,
     results: Path,
     work: Path,
     stage: Stage,
-) -> dict[Row, list[Record]]:
+) -> dict[TableRow, list[Record]]:
     """Run what is missing of some rows of a table; return the result records of each."""
     file = results_file(results, table, scale)
     tuned = _tune(table, rows, scale, jobs, file, work, stage)
@@ -121,8 +121,8 @@ def run_table(
 
 
 def _tune(
-    table: Table, rows: Sequence[Row], scale: Scale, jobs: int, file: Path, work: Path, stage: Stage
-) -> dict[Row, Tuning]:
+    table: Table, rows: Sequence[TableRow], scale: Scale, jobs: int, file: Path, work: Path, stage: Stage
+) -> dict[TableRow, Tuning]:
     """Find the learning rate of each row: the grid, then what lies beyond its edges where that is better."""
     records = {key_of(record): record for record in read(file)}
     what = "tuning"
@@ -144,7 +144,7 @@ def _tune(
     return tuned
 
 
-def _told(table: Table, scale: Scale, row: Row) -> Record:
+def _told(table: Table, scale: Scale, row: TableRow) -> Record:
     """Return where a run belongs, and what the paper says of its row."""
     told = {"table": table.name, "title": table.title, "scale": scale, "row": row.label, "value": row.paper}
     return {"paper": told}

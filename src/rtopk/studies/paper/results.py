@@ -7,8 +7,8 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
+from rtopk.studies.paper.definitions import Scale, Table, TableRow
 from rtopk.studies.paper.reproduce import results_file, tuning
-from rtopk.studies.paper.definitions import Row, Scale, Table
 from rtopk.studies.train.records import Record, read
 from rtopk.studies.train.runner import key_of
 from rtopk.tools.show.intervals import half_width, welch
@@ -17,10 +17,10 @@ Kind = tuple[str, float]  # method, density
 
 
 @dataclass(frozen=True)
-class Standing:
+class RowResult:
     """What a row of a table reached so far."""
 
-    row: Row
+    row: TableRow
     rate: float  # chosen on validation data
     validation: float  # the rate's score there, larger for better ones
     at_edge: bool  # the best rate is the first or last of those tried: one further out might do better
@@ -53,8 +53,8 @@ class Standing:
 class Comparison:
     """Two rows against each other: positive where the first is better."""
 
-    first: Standing
-    second: Standing
+    first: RowResult
+    second: RowResult
     advantage: float  # in units of the metric
     half_width: float  # of the advantage's 95 % interval (Welch); infinite with one seed
     paper: float | None  # the paper's advantage of these methods at this density, where it has both figures
@@ -69,7 +69,7 @@ class Comparison:
         return "ahead" if self.advantage > 0 else "behind"
 
 
-def standings(table: Table, scale: Scale, results: Path, seeds: int = 50) -> list[Standing]:
+def row_results(table: Table, scale: Scale, results: Path, seeds: int = 50) -> list[RowResult]:
     """Return the rows of a table that have results, in the table's order."""
     records = {key_of(r): r for r in read(results_file(results, table, scale)) if r["kind"] == "train"}
     found = []
@@ -81,7 +81,7 @@ def standings(table: Table, scale: Scale, results: Path, seeds: int = 50) -> lis
         if runs:
             rate, some = tuned.rate, runs[0]
             found.append(
-                Standing(row, rate, tuned.value(rate), tuned.at_edge, tuple(runs), some["metric"],
+                RowResult(row, rate, tuned.value(rate), tuned.at_edge, tuple(runs), some["metric"],
                          some["higher_is_better"])
             )  # fmt: skip
     return found
@@ -96,7 +96,7 @@ def _leading(records: dict[str, Record], keys: Sequence[str]) -> list[Record]:
     return found
 
 
-def compare(first: Standing, second: Standing, figures: Mapping[Kind, float]) -> Comparison:
+def compare(first: RowResult, second: RowResult, figures: Mapping[Kind, float]) -> Comparison:
     """Compare two rows by their final scores (Welch's interval; seeds also share their data split)."""
     sign = 1.0 if first.higher_is_better else -1.0
     advantage = sign * (first.mean - second.mean)
@@ -105,7 +105,7 @@ def compare(first: Standing, second: Standing, figures: Mapping[Kind, float]) ->
     return Comparison(first, second, advantage, welch(first.scores, second.scores), paper)
 
 
-def best(rows: Sequence[Standing], method: str, density: float, note: str = "") -> Standing | None:
+def best(rows: Sequence[RowResult], method: str, density: float, note: str = "") -> RowResult | None:
     """Return a method's better mean at a density, by validation data, among the rows with a note."""
     fitting = [
         s
@@ -115,7 +115,7 @@ def best(rows: Sequence[Standing], method: str, density: float, note: str = "") 
     return max(fitting, key=lambda s: s.validation, default=None)
 
 
-def comparisons(rows: Sequence[Standing]) -> list[Comparison]:
+def comparisons(rows: Sequence[RowResult]) -> list[Comparison]:
     """Return rTop-k against each other method at the same density and note, each with its better mean."""
     figures = {(s.row.method, s.row.density): s.row.paper for s in rows if s.row.paper is not None}
     found = []

@@ -209,13 +209,13 @@ def command(config: Mapping[str, Any], program: str = "rtopk train") -> str:
     'rtopk train --density 0.001 --dense-biases --no-masking'
     """
     words = program.split()
-    for field in dataclasses.fields(Config):
-        value = config.get(field.name, field.default)
-        if value == field.default:
+    for one in dataclasses.fields(Config):
+        value = config.get(one.name, one.default)
+        if value == one.default:
             continue
-        option = field.name.replace("_", "-")
+        flag = one.name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words += [f"--{option}", shlex.quote(str(value))]
+            words += [f"--{flag}", shlex.quote(str(value))]
     return " ".join(words)

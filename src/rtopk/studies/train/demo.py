@@ -15,6 +15,8 @@ from statistics import mean, stdev
 
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.records import Record
+from rtopk.tools.show.labels import with_compression
+from rtopk.tools.show.palette import style
 
 ROWS = (("dense", 1.0), ("top-k", 0.01), ("random-k", 0.01), ("rtop-k", 0.01), ("rtop-k", 0.001))
 
@@ -38,7 +40,7 @@ def configs(seeds: int, rounds: int = 900) -> Sequence[Config]:
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodSummary:
     """What one configuration reached over its seeds."""
 
     setting: str
@@ -55,10 +57,10 @@ class Row:
     @property
     def label(self) -> str:
         """Name the row as the paper does: method and compression."""
-        return self.method if self.method == "dense" else f"{self.method} {100 * (1 - self.density):.4g} %"
+        return with_compression(self.method, self.density)
 
 
-def summarise(records: Iterable[Record]) -> list[Row]:
+def summarise(records: Iterable[Record]) -> list[MethodSummary]:
     """Group records that differ only by seed, in the order in which they first appear."""
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -72,11 +74,11 @@ def summarise(records: Iterable[Record]) -> list[Row]:
     return [_row(group, dense.get(group[0]["config"]["setting"], math.nan)) for group in groups.values()]
 
 
-def _row(group: list[Record], dense_bytes: float) -> Row:
+def _row(group: list[Record], dense_bytes: float) -> MethodSummary:
     config, metric = group[0]["config"], group[0]["metric"]
     scores = [record["final"][metric] for record in group]
     sent = mean(record["sent_bytes_per_round"] for record in group)
-    return Row(
+    return MethodSummary(
         setting=config["setting"],
         method=config["method"],
         density=1.0 if config["method"] == "dense" else config["density"],
@@ -90,30 +92,17 @@ def _row(group: list[Record], dense_bytes: float) -> Row:
     )
 
 
-# Okabe and Ito's colours, told apart with any colour vision; a marker each for print.
-STYLE = {
-    "dense": ("#000000", "s"),
-    "top-k": ("#0072B2", "^"),
-    "random-k": ("#009E73", "v"),
-    "rtop-k": ("#D55E00", "o"),
-}
-
-
 def score_against_bytes(records: Sequence[Record], path: Path) -> None:
     """Draw each run's curve, and where each method ended with its spread over seeds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = summarise(records)
     settings = list(dict.fromkeys(row.setting for row in rows))
-    figure, axes = plt.subplots(
-        1, len(settings), figsize=(5.5 * len(settings), 4.2), sharey=True, squeeze=False
-    )
+    figure = Figure(figsize=(5.5 * len(settings), 4.2))
+    axes = figure.subplots(1, len(settings), sharey=True, squeeze=False)
     for axis, setting in zip(axes[0], settings, strict=True):
         for row in (row for row in rows if row.setting == setting):
-            colour, marker = STYLE[row.method]
+            colour, marker = style(row.method)
             faint = 0.45 if row.density < 0.005 else 1.0  # the stronger compression of the same method
             for record in records:
                 if _is(record, row):
@@ -134,10 +123,9 @@ def score_against_bytes(records: Sequence[Record], path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
-def _is(record: Record, row: Row) -> bool:
+def _is(record: Record, row: MethodSummary) -> bool:
     config = record["config"]
     density = 1.0 if config["method"] == "dense" else config["density"]
     return (config["setting"], config["method"], density) == (row.setting, row.method, row.density)

@@ -28,7 +28,7 @@ from rtopk.studies.train.records import Record, Results
 Progress = Callable[[str, int], None]  # key of a run, rounds it has done
 REPORT_EVERY = 25  # rounds between two reports of a worker
 REQUESTS = {signal.SIGINT, signal.SIGTERM}  # to stop
-PATIENCE = 1.0  # seconds after which a second Ctrl-C is meant as one
+SAME_REQUEST = 1.0  # seconds after which a second Ctrl-C is meant as one
 
 
 def run_all(
@@ -161,7 +161,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.append(time.monotonic())
-        if asked[-1] - asked[0] > PATIENCE:
+        if asked[-1] - asked[0] > SAME_REQUEST:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only

@@ -55,8 +55,6 @@ def choose(predictions: Sequence[Prediction]) -> Advice:
     )
 
 
-
-
 NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 MBITS = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 100_000.0)
 

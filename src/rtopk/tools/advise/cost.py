@@ -174,8 +174,6 @@ def _buckets(shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
     return found
 
 
-
-
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 

@@ -19,7 +19,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rtopk.studies.bench.link import Row
+    from rtopk.studies.bench.link import LinkRow
 
 NODES = 2  # of the measurement
 
@@ -69,24 +69,24 @@ def reference() -> Machine:
 
 def measure(tell: Callable[[str], None] = lambda text: None, model: str = "resnet18") -> Machine:
     """Measure this machine, in about a minute."""
-    from rtopk.studies.bench.link import Cell, Plan, measure_cell
+    from rtopk.studies.bench.link import Cell, LinkPlan, measure_cell
     from rtopk.studies.bench.ranks import Ranks
     from rtopk.studies.train.records import processor
 
-    plan = Plan(loopback=True, rounds=2, steps=3)
+    plan = LinkPlan(loopback=True, rounds=2, steps=3)
     tell(f"starting {NODES} ranks")
-    with Fleet(NODES, None) as fleet:
-        size = fleet.order("load", model=model)[0]["size"]
-        rows = measure_cell(plan, fleet, Cell(model, size, None, NODES, compute_ms=0.0), tell)
-        message = min(answer["seconds"] for answer in fleet.order("barriers"))
+    with Ranks(NODES, None) as ranks:
+        size = ranks.order("load", model=model)[0]["size"]
+        rows = measure_cell(plan, ranks, Cell(model, size, None, NODES, compute_ms=0.0), tell)
+        message = min(answer["seconds"] for answer in ranks.order("barriers"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return fit(rows, message, f"{processor() or 'unknown CPU'}, {cores} cores")
 
 
-def fit(rows: Sequence["Row"], message_seconds: float, name: str) -> Machine:
+def fit(rows: Sequence["LinkRow"], message_seconds: float, name: str) -> Machine:
     """Split the parts of measured rows by entry and by entry sent."""
     size, nodes = rows[0].size, rows[0].nodes
-    found: dict[tuple[str, float | None, str | None], Row] = {
+    found: dict[tuple[str, float | None, str | None], LinkRow] = {
         (r.method, r.density, r.values): r for r in rows
     }
     dense = found["dense", None, None]
@@ -130,8 +130,6 @@ def _line(points: Sequence[tuple[float, float]], size: int) -> Line:
     (more, slow), (less, fast) = points
     sent = max(0.0, (slow - fast) / (more - less))
     return Line(1e6 * max(0.0, min(fast, slow) - sent * less) / size, 1e6 * sent)
-
-
 
 
 GREETING = b"rtopk-probe-1\n"

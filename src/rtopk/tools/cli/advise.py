@@ -101,11 +101,7 @@ def _say(rows: "Rows", text: str, data: dict[str, Any], as_json: bool, markdown:
     if as_json:
         print_json(data)
     elif markdown:
-        print(*in_markdown(rows[0], rows[1:], right=False), sep="
-", end=f"
-
-{text}
-")
+        print(*in_markdown(rows[0], rows[1:], right=False), sep="\n", end=f"\n\n{text}\n")
     else:
         console.print(table("", rows[0], rows[1:], left=len(rows[0])))
         print(text)

@@ -35,8 +35,9 @@ def link(
 
     from rtopk.studies.bench import link as bench
     from rtopk.studies.bench import link_report as report
+    from rtopk.tools.show.terminal import console, errors
 
-    plan = bench.QUICK if quick else bench.Plan()
+    plan = bench.QUICK if quick else bench.LinkPlan()
     plan = replace(
         plan,
         models=tuple(model) or plan.models,
@@ -52,13 +53,12 @@ def link(
         names = ", ".join(dict.fromkeys(key[0] for key in bench.METHODS))
         raise ValueError(f"--method must be one of {names}; got {', '.join(method)}")
     kept = show if show is not None else out
-    rows: list[bench.Row] = []
+    rows: list[bench.LinkRow] = []
     if kept is not None and (show is not None or kept.exists()):
         rows = bench.from_json(json.loads(kept.read_text()))
-    console = Console(stderr=True)
-    with console.status("") as status:
+    with errors.status("") as status:
         # Half an hour of silence in a log would look like a hang.
-        tell = status.update if console.is_terminal else console.print
+        tell = status.update if errors.is_terminal else errors.print
         for cell in bench.measure(plan, tell, rows) if show is None else ():
             rows += cell
             if out is not None:
@@ -70,7 +70,7 @@ def link(
     elif markdown:
         print(report.markdown(rows))
     else:
-        report.show(rows, Console())
+        report.show(rows, console)
 
 
 app = typer.Typer(help="Measure the parts against their floors and rivals.", no_args_is_help=True)
@@ -95,10 +95,11 @@ def compress(
 
     from rtopk.studies.bench import compress as bench
     from rtopk.studies.bench import compress_report as report
+    from rtopk.tools.show.terminal import errors
 
-    plan = replace(bench.QUICK if quick else bench.Plan(), data_dir=data_dir)
+    plan = replace(bench.QUICK if quick else bench.CompressPlan(), data_dir=data_dir)
     plan = replace(plan, threads=tuple(threads) or plan.threads, sizes=tuple(d) or plan.sizes)
-    with Console(stderr=True).status("") as status:
+    with errors.status("") as status:
         measured = list(bench.measure(plan, status.update))
         if as_json:
             print(json.dumps(bench.as_json([row for _, rows in measured for row in rows])))
@@ -123,9 +124,10 @@ def codec(
     from dataclasses import replace
 
     from rtopk.studies.bench import codec as bench
+    from rtopk.tools.show.terminal import errors
 
-    plan = replace(bench.QUICK if quick else bench.Plan(), data_dir=data_dir)
-    with Console(stderr=True).status("") as status:
+    plan = replace(bench.QUICK if quick else bench.CodecPlan(), data_dir=data_dir)
+    with errors.status("") as status:
         measured = bench.measure(plan, status.update)
     if as_json:
         print(json.dumps(bench.as_json(measured)))
@@ -145,8 +147,9 @@ def aggregate(
 ) -> None:
     """Measure the server's mean against only adding the entries."""
     from rtopk.studies.bench import aggregate as bench
+    from rtopk.tools.show.terminal import errors
 
-    with Console(stderr=True).status("making payloads, then taking turns"):
+    with errors.status("making payloads, then taking turns"):
         found = bench.measure(clients, d, density)
     if as_json:
         print(json.dumps(bench.as_json(found)))

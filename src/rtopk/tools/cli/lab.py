@@ -37,8 +37,8 @@ def risk(
     Against k, n, s and d.
     The last table has the slopes where Theorem 1 predicts -1, -1 and 2.
     """
-    from rtopk.studies.lab.risk import Setting
     from rtopk.studies.lab.experiments import steps_of_risk, study_risk
+    from rtopk.studies.lab.risk import Setting
     from rtopk.tools.show.terminal import console, make_progress, table
 
     base = Setting(d, s, n, k, family, signed)
@@ -90,8 +90,8 @@ def bounds(
     On a grid; prints the constants c and C that it needs.
     """
     from rtopk.studies.lab.bounds import LOWER, UPPER
-    from rtopk.studies.lab.risk import grid
     from rtopk.studies.lab.experiments import study_bounds
+    from rtopk.studies.lab.risk import grid
     from rtopk.tools.show.terminal import console, make_progress, table
 
     with make_progress() as progress:
@@ -187,8 +187,8 @@ def inspect(
     import torch
 
     from rtopk.studies.lab.gradients import Inspector
-    from rtopk.studies.train.loop import Run
     from rtopk.studies.lab.inspect_run import inspect as look_into
+    from rtopk.studies.train.loop import Run
     from rtopk.tools.show.terminal import console, make_progress
 
     torch.set_num_threads(1)

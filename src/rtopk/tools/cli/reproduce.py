@@ -13,7 +13,7 @@ from rtopk.tools.cli.options import set_environment
 from rtopk.tools.show.intervals import plus_minus
 
 if TYPE_CHECKING:
-    from rtopk.studies.paper.results import Standing
+    from rtopk.studies.paper.results import RowResult
 
 _STUDIES = (
     "warm-up, candidates, candidates-plain, candidates-federated, split, "
@@ -42,10 +42,9 @@ def reproduce(
     it was; what is in the results already is not run again. Under torchrun with
     five processes every process is a node.
     """
-    from rtopk.studies.paper import questions as studies
-    from rtopk.studies.paper import tables
+    from rtopk.studies.paper import ablations, definitions
     from rtopk.studies.paper.reproduce import run_table
-    from rtopk.studies.paper.results import comparisons, standings
+    from rtopk.studies.paper.results import comparisons, row_results
     from rtopk.studies.train.config import Config
     from rtopk.studies.train.processes import leads
     from rtopk.studies.train.runner import Progress
@@ -55,8 +54,8 @@ def reproduce(
     try:
         if bool(table) == bool(study):
             raise ValueError("name one of --table 1 to 5 and --study")
-        chosen = studies.study(study) if study else tables.table(table)
-        size = tables.check_scale(scale)
+        chosen = ablations.study(study) if study else definitions.table(table)
+        size = definitions.check_scale(scale)
         if size not in chosen.setups:
             raise ValueError(f"a study has the scales {', '.join(chosen.setups)}, got {scale!r}")
     except ValueError as error:
@@ -75,15 +74,17 @@ def reproduce(
         def stage(what: str, configs: Sequence[Config], names: Sequence[str]) -> Progress:
             stack.close()  # the display of the stage before
             named = zip(configs, names, strict=True)
-            return stack.enter_context(runs_progress([(c.key, f"{what}: {name}", c.rounds) for c, name in named]))
+            return stack.enter_context(
+                runs_progress([(c.key, f"{what}: {name}", c.rounds) for c, name in named])
+            )
 
         for group in groups:  # the paper's rows first
             run_table(chosen, group, size, seeds, jobs, results, work, stage)
     if not leads():
         return
-    found = standings(chosen, size, results, seeds)
+    found = row_results(chosen, size, results, seeds)
     if as_json:
-        print_json({"table": chosen.name, "scale": scale, "rows": [_plain(standing) for standing in found]})
+        print_json({"table": chosen.name, "scale": scale, "rows": [_plain(result) for result in found]})
         return
     heads = ["row", "paper", f"ours,\n{found[0].metric}", "seeds", "rate", "bytes sent\nper round"]
     console.print(lay_out(f"{chosen.heading(size)}: scale {size}", heads, map(_cells, found)))
@@ -92,22 +93,22 @@ def reproduce(
         console.print(f"{pair.first.row.label} against {pair.second.row.label}: {lead}", highlight=False)
 
 
-def _plain(standing: "Standing") -> dict[str, Any]:
+def _plain(result: "RowResult") -> dict[str, Any]:
     return {
-        "row": standing.row.label,
-        "paper": standing.row.paper,
-        "metric": standing.metric,
-        "mean": standing.mean,
-        "half_width": None if standing.half_width == inf else standing.half_width,
-        "seeds": len(standing.records),
-        "scores": standing.scores,
-        "learning_rate": standing.rate,
-        "at_edge_of_grid": standing.at_edge,
-        "sent_bytes_per_round": standing.sent_bytes_per_round,
+        "row": result.row.label,
+        "paper": result.row.paper,
+        "metric": result.metric,
+        "mean": result.mean,
+        "half_width": None if result.half_width == inf else result.half_width,
+        "seeds": len(result.records),
+        "scores": result.scores,
+        "learning_rate": result.rate,
+        "at_edge_of_grid": result.at_edge,
+        "sent_bytes_per_round": result.sent_bytes_per_round,
     }
 
 
-def _cells(s: "Standing") -> list[str]:
+def _cells(s: "RowResult") -> list[str]:
     paper = "" if s.row.paper is None else f"{s.row.paper:.2f}"
     score, sent = f"{s.mean:.2f}{plus_minus(s.half_width)}", f"{s.sent_bytes_per_round:,.0f}"
     return [s.row.label, paper, score, str(len(s.records)), f"{s.rate:g}", sent]
@@ -120,8 +121,8 @@ def tables(
     pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
 ) -> None:
     """Print the tables that have been run, paper beside ours."""
-    from rtopk.studies.paper.reproduction_page import draw_figure, insert, render_all
     from rtopk.studies.paper.definitions import TABLES, check_scale
+    from rtopk.studies.paper.reproduction_page import draw_figure, insert, render_all
     from rtopk.tools.show.terminal import errors
 
     try:

@@ -9,7 +9,7 @@ import typer
 from rtopk.tools.cli.options import set_environment
 
 if TYPE_CHECKING:
-    from rtopk.studies.equal_bytes.fit import Standing
+    from rtopk.studies.equal_bytes.fit import EntrantResult
 
 
 def rivals(
@@ -35,7 +35,7 @@ def rivals(
     (imagenet) to three hours (ptb). The same command goes on where it stopped.
     """
     from rtopk.studies.equal_bytes import panels as data
-    from rtopk.studies.equal_bytes.fit import Ledger, follow, heats, note, play
+    from rtopk.studies.equal_bytes.fit import Runs, entrant_runs, note, run_together, side_by_side
     from rtopk.studies.equal_bytes.rivals_page import differences, grid, markdown, marks, score_against_budget
     from rtopk.studies.paper.reproduction_page import insert
     from rtopk.studies.train.config import Config
@@ -49,31 +49,31 @@ def rivals(
     set_environment(data_dir, device)
     file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
 
-    standings: list[Standing] = []
+    found_results: list[EntrantResult] = []
     with make_progress() as progress:
         # How many runs a search takes is known at its end: about three rates, and two fits of the bytes.
-        about = [len(heat) * (2 + 3 * heat[0][0].tuning_seeds + seeds) for heat in heats(panels)]
+        about = [len(group) * (2 + 3 * group[0][0].tuning_seeds + seeds) for group in side_by_side(panels)]
         bar = progress.add_task("runs, about", total=sum(about))
 
         def on_run(config: Config) -> None:
             progress.update(bar, advance=1, description=f"runs, about; last {config.method}")
 
-        ledger = Ledger(file, work, jobs, recorded, on_run)
-        for heat, past in zip(heats(panels), accumulate(about), strict=True):
-            standings += play([follow(*entrant, seeds) for entrant in heat], ledger)
+        ledger = Runs(file, work, jobs, recorded, on_run)
+        for group, past in zip(side_by_side(panels), accumulate(about), strict=True):
+            found_results += run_together([entrant_runs(*entrant, seeds) for entrant in group], ledger)
             progress.update(bar, completed=past)
-    if not standings:
+    if not found_results:
         raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
     if not recorded:
-        for standing in standings:
-            note(file, standing)
+        for result in found_results:
+            note(file, result)
     picture = picture or results / f"rivals-{task}{'-smoke' if smoke else ''}.png"
-    score_against_budget(standings, picture)
-    by_panel = [found for panel in panels if (found := [s for s in standings if s.panel == panel])]
+    score_against_budget(found_results, picture)
+    by_panel = [found for panel in panels if (found := [s for s in found_results if s.panel == panel])]
     if write is not None:
         write.write_text(insert(write.read_text(), markdown(by_panel), *marks(task)))
     if as_json:
-        print_json({"rows": [_row(s) for s in standings], "results": str(file), "picture": str(picture)})
+        print_json({"rows": [_row(s) for s in found_results], "results": str(file), "picture": str(picture)})
         return
     for here in by_panel:
         console.print(table(here[0].panel.name, *grid(here)))
@@ -83,15 +83,13 @@ def rivals(
     console.print(f"Records: {file}\nPicture: {picture}")
 
 
-def _row(standing: "Standing") -> dict[str, object]:
+def _row(result: "EntrantResult") -> dict[str, object]:
     return {
-        "panel": standing.panel.name,
-        "budget": standing.budget.label if standing.budget else "dense",
-        "method": standing.entrant.label,
-        "scores": standing.scores,
-        "bytes_per_round": standing.bytes,
-        "target_bytes": standing.target if standing.budget else None,
-        "learning_rate": standing.rate,
+        "panel": result.panel.name,
+        "budget": result.budget.label if result.budget else "dense",
+        "method": result.entrant.label,
+        "scores": result.scores,
+        "bytes_per_round": result.bytes,
+        "target_bytes": result.target if result.budget else None,
+        "learning_rate": result.rate,
     }
-
-

@@ -118,14 +118,15 @@ def demo(
     for setting, what in (("distributed", "one round per batch"), ("federated", "one round per local epoch")):
         here = [row for row in rows if row.setting == setting]
         seeds = max(row.seeds for row in here)
-        heads = ["method", f"{here[0].metric} %
-{seeds} seeds", "bytes sent per
-node and round", "times less
-than dense"]
+        score = f"{here[0].metric} %\n{seeds} seeds"
+        heads = ["method", score, "bytes sent per\nnode and round", "times less\nthan dense"]
         cells = [
-            [row.label, f"{row.score:.1f} ± {row.spread:.1f}", f"{row.sent_bytes_per_round:,.0f}", f"{row.times_less:,.1f}"]
+            [
+                row.label, f"{row.score:.1f} ± {row.spread:.1f}", f"{row.sent_bytes_per_round:,.0f}",
+                f"{row.times_less:,.1f}",
+            ]
             for row in here
-        ]
+        ]  # fmt: skip
         console.print(table(f"{setting} setting: {what}", heads, cells))
     console.print(f"Five nodes, {records[0]['parameters']:,} parameters. Bytes are measured on the payloads.")
     console.print(f"Records: {results}\nPicture: {picture}\nPage:    {page}")

@@ -14,9 +14,9 @@ from string import Template
 
 from rtopk.tools.report import paper, plots, summary
 from rtopk.tools.report.inputs import Inputs
+from rtopk.tools.report.measurements import show
 from rtopk.tools.report.plots import Plain
 from rtopk.tools.report.series import Series, collect
-from rtopk.tools.report.measurements import show
 from rtopk.tools.show import palette
 
 PLOTS = {  # section of a panel -> heading and what the plots of it show
