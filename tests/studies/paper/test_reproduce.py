@@ -18,15 +18,14 @@ from typer.testing import CliRunner
 from rtopk.studies.paper.ablations import STUDIES
 from rtopk.studies.paper.definitions import TABLES, check_scale, table
 from rtopk.studies.paper.reproduce import results_file, run_table, tuning
-from rtopk.studies.paper.reproduction_page import BEGIN, END, insert, render_all
-from rtopk.studies.paper.results import comparisons, row_results
+from rtopk.studies.paper.results import BEGIN, END, comparisons, insert, render_all, row_results
 from rtopk.studies.tasks.catalogue import TASKS
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.records import append, read
 from rtopk.studies.train.runner import key_of, run_all
 from rtopk.tools.cli import app
-from rtopk.tools.cli.reproduce import _STUDIES as HELP
+from rtopk.tools.cli.studies import _STUDIES as HELP
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from records import a_table, made_up
 from scipy import stats
 
-from rtopk.tools.report import paper, plots, summary
+from rtopk.tools.report import plots, summary
 from rtopk.tools.report.inputs import Inputs, Study
 from rtopk.tools.report.measurements import show
 from rtopk.tools.report.page import Page
@@ -81,7 +81,7 @@ def test_the_paper_is_beside_ours_where_a_record_carries_it():
         {**made_up(score=92.0), "paper": {**where, "row": "rTop-k 99 %", "value": 93.25}},
         {**made_up("top-k", score=88.0), "paper": {**where, "row": "Top-k 99 %", "value": None}},
     ]
-    shown = paper.tables(collect(runs))
+    shown = summary.beside_paper(collect(runs))
     assert "Table 1 of the paper: ResNet-18 on CIFAR-10; ours at scale small" in shown
     cells = re.findall(r"<tr><th scope=\"row\">(.*?)</tr>", shown)
     assert [re.sub(r"</?t[hd]>", " ", cell).split() for cell in cells] == [
@@ -89,13 +89,13 @@ def test_the_paper_is_beside_ours_where_a_record_carries_it():
         ["rTop-k", "99", "%", "93.25", "92.00", "-1.25", "+0.85", "+1.00", "1"],
         ["Top-k", "99", "%", "–", "88.00", "–", "–", "-3.00", "1"],
     ]
-    assert paper.tables(collect([made_up()])) == ""
+    assert summary.beside_paper(collect([made_up()])) == ""
 
 
 def test_the_choice_of_learning_rates_is_shown():
     choice = {"kind": "choice", "table": "table-2", "scale": "small", "row": "Top-k 99 %", "metric": "accuracy",
               "grid": [0.005, 0.015], "scores": [10.24, 11.0], "chosen": 0.015}  # fmt: skip
-    shown = paper.tuning([choice])
+    shown = summary.tuning([choice])
     assert "0.005: 10.24, 0.015: 11.00" in shown
     assert ">0.015<" in shown
 

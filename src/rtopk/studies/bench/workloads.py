@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rtopk.seed import derive, generator
-from rtopk.studies.tasks import cifar
+from rtopk.studies.tasks import datasets
 from rtopk.studies.tasks.models import LanguageModel, ResNet
 
 WORDS = 10_000
@@ -110,7 +110,7 @@ def _language_loss(model: nn.Module, batch: Batch) -> Tensor:
 def _images(data_dir: Path | None) -> tuple[str, Tensor, Tensor]:
     file = None if data_dir is None else data_dir / "cifar-10-batches-py" / "data_batch_1"
     if file is not None and file.exists():
-        images, labels = cifar.read_python(file.read_bytes(), str(file))
+        images, labels = datasets.read_python(file.read_bytes(), str(file))
         return "CIFAR-10", (images.float() - 120.0) / 64.0, labels
     from sklearn.datasets import load_digits
 

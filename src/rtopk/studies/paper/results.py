@@ -1,4 +1,8 @@
-"""Records of a table -> where each row ended: mean over seeds, 95 % interval, and how methods compare."""
+"""What the records of the paper's tables show: each row's score with its interval, and how methods compare.
+
+Markdown for docs/reproduction.md has the paper beside ours; Figures 2 to 6 show training loss and score against
+rounds, mean over seeds.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,11 +11,14 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from rtopk.studies.paper.definitions import Scale, Table, TableRow
+from rtopk.studies.paper.ablations import STUDIES
+from rtopk.studies.paper.definitions import TABLES, Scale, Table, TableRow
 from rtopk.studies.paper.reproduce import results_file, tuning
 from rtopk.studies.train.records import Record, read
 from rtopk.studies.train.runner import key_of
-from rtopk.tools.show.intervals import half_width, welch
+from rtopk.tools.show.intervals import half_width, plus_minus, welch
+from rtopk.tools.show.palette import style
+from rtopk.tools.show.tables import markdown
 
 Kind = tuple[str, float]  # method, density
 
@@ -128,3 +135,133 @@ def comparisons(rows: Sequence[RowResult]) -> list[Comparison]:
             if ours is not None and other is not None:
                 found.append(compare(ours, other, figures))
     return found
+
+
+def render_table(heading: str, table: Table, scale: Scale, results: Path) -> str:
+    """Return one table with its orderings; rows that have not run say so."""
+    found = {result.row: result for result in row_results(table, scale, results)}
+    lines = [f"### {heading}: {table.heading(scale)}", ""]
+    if not found:
+        return "\n".join([*lines, "Not run yet."])
+    some = next(iter(found.values()))
+    heads = [
+        "row",
+        f"paper, {some.metric}",
+        f"ours, {scale}",
+        "seeds",
+        "learning rate",
+        "bytes sent per round",
+    ]
+    lines += markdown(heads, [_cells(row, found.get(row)) for row in table.rows])
+    if pairs := comparisons(list(found.values())):
+        lines += ["", *_orderings(pairs, beside_paper=table.figure is not None)]
+    if table.figure is not None:
+        lines += ["", f"![As the paper's figure {table.figure}](pictures/figure-{table.figure}.png)"]
+    missing = [row.label for row in table.rows if row not in found]
+    few = min(len(result.records) for result in found.values())
+    if missing or few < 3:
+        said = f"{len(missing)} of {len(table.rows)} rows have not run; the fewest seeds of a row are {few}."
+        lines += ["", f"**Incomplete**: {said}"]
+    if any(result.at_edge for result in found.values()):
+        lines += ["", "\\* the best rate is at the edge of those tried; one further out might do better."]
+    return "\n".join(lines)
+
+
+def _cells(row: TableRow, result: RowResult | None) -> list[str | None]:
+    paper = "" if row.paper is None else f"{row.paper:.2f}"
+    if result is None:
+        return [row.label, paper, "not run yet", None, None, None]
+    gone = sum(bool(record.get("diverged")) for record in result.records)
+    score = f"{result.mean:.2f}{plus_minus(result.half_width)}{f' ({gone} diverged)' if gone else ''}"
+    rate = f"{result.rate:g}{'*' if result.at_edge else ''}"
+    return [row.label, paper, score, str(len(result.records)), rate, f"{result.sent_bytes_per_round:,.0f}"]
+
+
+def _orderings(pairs: Sequence[Comparison], beside_paper: bool) -> list[str]:
+    rows: list[list[str | None]] = []
+    for pair in pairs:
+        name = f"{pair.first.row.label} against {pair.second.row.label}"
+        row: list[str | None] = [name, f"{pair.advantage:+.2f}{plus_minus(pair.half_width)}", pair.verdict]
+        if beside_paper:
+            row += [None, None] if pair.paper is None else [f"{pair.paper:+.2f}", _agrees(pair)]
+        rows.append(row)
+    heads = ["rTop-k against another", "our lead", "rTop-k is", "paper's lead", "as in the paper"]
+    lines = markdown(heads if beside_paper else heads[:3], rows)
+    lines[1] = "| --- | ---: | --- | ---: | --- |" if beside_paper else "| --- | ---: | --- |"
+    return lines
+
+
+def _agrees(pair: Comparison) -> str:
+    if pair.verdict == "undecided" or pair.half_width == math.inf:
+        return "open"
+    assert pair.paper is not None
+    return "yes" if (pair.paper > 0) == (pair.advantage > 0) else "no"
+
+
+def render_all(scale: Scale, results: Path) -> str:
+    """Return all five tables and the studies."""
+    tables = [
+        render_table(f"Table {name}", table, scale, results)
+        for name, table in zip(("I", "II", "III", "IV", "V"), TABLES.values(), strict=True)
+    ]
+    studies = [
+        render_table(f"Study {name}", table, scale, results)
+        for name, table in STUDIES.items()
+        if scale in table.setups
+    ]
+    return "\n\n".join([*tables, *studies]) + "\n"
+
+
+BEGIN, END = "<!-- tables: begin (written by `rtopk tables`) -->", "<!-- tables: end -->"
+
+
+def insert(page: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
+    """Return the page with the tables between its two marks."""
+    head, first, rest = page.partition(begin)
+    _, last, tail = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"the page must hold the lines {begin} and {end}")
+    return f"{head}{begin}\n\n{tables}\n{end}{tail}"
+
+
+def draw_figure(table: Table, scale: Scale, results: Path, path: Path) -> bool:
+    """Draw the curves of a table's rows; return whether there was anything to draw."""
+    from matplotlib.figure import Figure
+
+    rows = row_results(table, scale, results)
+    if not rows:
+        return False
+    groups = [
+        ("the paper's rows", [s for s in rows if s.row.paper is not None]),
+        ("rows of our own", [s for s in rows if s.row.paper is None]),
+    ]
+    groups = [(name, group) for name, group in groups if group]
+    figure = Figure(figsize=(12, 4.2 * len(groups)))
+    grid = figure.subplots(len(groups), 2, squeeze=False)
+    for axes, (name, group) in zip(grid, groups, strict=True):
+        for result in group:
+            look = {"linestyle": "-" if result.row.density >= 0.01 else "--", "linewidth": 1.4}
+            # Rows of our own differ in more than the method: they keep matplotlib's own colours.
+            if result.row.paper is not None:
+                look["color"] = style(result.row.method)[0]
+            for axis, value in zip(axes, ("train_loss", result.metric), strict=True):
+                axis.plot(*_mean_curve(result, value), label=result.row.label, **look)
+        axes[0].set(title=f"{name}: training loss", xlabel="round")
+        axes[1].set(title=f"{name}: {rows[0].metric} on test data", xlabel="round")
+        if not rows[0].higher_is_better:
+            axes[1].set_yscale("log")
+        for axis in axes:
+            axis.grid(alpha=0.3)
+        axes[1].legend(fontsize=8)
+    figure.suptitle(f"{table.heading(scale)}: scale {scale}, as the paper's figure {table.figure}")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _mean_curve(result: RowResult, name: str) -> tuple[list[int], list[float]]:
+    """Return the mean over seeds at the rounds that all of them reached."""
+    curves = [{int(p["round"]): float(p[name]) for p in record["curve"]} for record in result.records]
+    rounds = sorted(set.intersection(*[set(curve) for curve in curves]))
+    return rounds, [mean(curve[r] for curve in curves) for r in rounds]

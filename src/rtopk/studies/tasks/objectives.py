@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rtopk.studies.tasks.corpus import Corpus
+from rtopk.studies.tasks.datasets import Corpus
 from rtopk.studies.tasks.shards import Batch, Examples, Prepare, Streams, split
 from rtopk.studies.train.config import Config
 

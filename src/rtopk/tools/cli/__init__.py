@@ -17,8 +17,7 @@ from rtopk.tools.cli import bench, fed
 from rtopk.tools.cli.advise import advise
 from rtopk.tools.cli.lab import app as lab
 from rtopk.tools.cli.report import report, watch
-from rtopk.tools.cli.reproduce import data, reproduce, tables
-from rtopk.tools.cli.rivals import rivals
+from rtopk.tools.cli.studies import data, reproduce, rivals, tables
 from rtopk.tools.cli.train import demo, train
 
 typer.core.HAS_RICH = False  # typer 0.20, which Flower needs, escapes brackets for rich in plain help too

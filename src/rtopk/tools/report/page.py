@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from rtopk.tools.report import paper, plots, summary
+from rtopk.tools.report import plots, summary
 from rtopk.tools.report.inputs import Inputs
 from rtopk.tools.report.measurements import show
 from rtopk.tools.report.plots import Plain
@@ -73,7 +73,7 @@ class Page:
             else "",
             "shows": shown,
             "summary": summary.methods(self.panels),
-            "paper": paper.tables(self.panels) + paper.tuning(self.inputs.choices),
+            "paper": summary.beside_paper(self.panels) + summary.tuning(self.inputs.choices),
             "ledger": summary.ledger(self.panels) if self.panels else "",
             "time": summary.times(self.panels),
             "environment": summary.environment(self.panels) if self.panels else "",
@@ -87,7 +87,7 @@ class Page:
         labels = [[one.label for one in series] for series in self.panels.values()]
         charts = [[chart["title"] for chart in found] for _, _, found in self.studies]
         shown = [bool(p["series"]) for p in self.data]
-        return json.dumps([list(self.panels), labels, shown, charts, bool(paper.tables(self.panels))])
+        return json.dumps([list(self.panels), labels, shown, charts, bool(summary.beside_paper(self.panels))])
 
     def html(self) -> str:
         """Return the page."""

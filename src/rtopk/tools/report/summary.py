@@ -1,12 +1,17 @@
-"""Series -> what the page says: sentences with their uncertainty, and an HTML table for every plot."""
+"""Series -> what the page says: sentences with their uncertainty, and an HTML table for every plot.
+
+Runs of `rtopk reproduce` stand beside the paper. Small models and few rounds cannot reach its figures; what can be
+compared is the distance of a method from dense, so both distances are given.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from rtopk.studies.train.config import command
 from rtopk.tools.report.plots import STAGES, spent
-from rtopk.tools.report.series import Series, difference, estimate
+from rtopk.tools.report.series import Estimate, Series, difference, estimate
 
 
 def what_was_run(panels: Mapping[str, Sequence[Series]], tuning: int = 0) -> str:
@@ -130,25 +135,22 @@ def ledger(panels: Panels) -> str:
     columns = [
         "method", "sent a round", "received a round", "rounds", "sent in all", "received in all",
     ]  # fmt: skip
+    names = ("sent_bytes", "received_bytes")
     parts = []
     for panel, series in panels.items():
         rows = []
-        for one in series:
-            if not one.measured:
-                continue
-            cells = [
-                f"{one.over_runs(lambda run, n=name: run['final'][n]):,.0f}"  # type: ignore[misc]
-                for name in ("sent_bytes", "received_bytes")
-            ]
-            rounds = one.over_runs(lambda run: run["final"]["round"])
-            each = [
-                f"{one.over_runs(lambda run, n=name: run[n]):,.0f}"  # type: ignore[misc]
-                for name in ("sent_bytes_per_round", "received_bytes_per_round")
-            ]
-            rows.append([one.label, *each, f"{rounds:,.0f}", *cells])
+        for one in (one for one in series if one.measured):
+            rounds = _mean(one, "round")
+            each = [one.over_runs(lambda run, n=f"{name}_per_round": run[n]) for name in names]  # type: ignore[misc]
+            found = (*each, rounds, *(_mean(one, name) for name in names))
+            rows.append([one.label, *(f"{value:,.0f}" for value in found)])
         if rows:
             parts.append(table(f"{panel}: bytes of one node, by direction", columns, rows))
     return "".join(parts)
+
+
+def _mean(one: Series, name: str) -> float:
+    return one.over_runs(lambda run: run["final"][name])
 
 
 def times(panels: Panels) -> str:
@@ -200,3 +202,68 @@ def number(value: object) -> str:
     if isinstance(value, float):
         return "–" if math.isnan(value) else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
     return "–" if value is None else str(value)
+
+
+def beside_paper(panels: Panels) -> str:
+    """Return the paper's figures beside ours, a table for each of the paper's; empty without such runs."""
+    found: dict[tuple[str, str], list[Series]] = {}
+    for series in panels.values():
+        for one in series:
+            told = one.runs[0].get("paper")
+            if told is not None and one.measured:
+                found.setdefault((told["table"], told.get("scale", "")), []).append(one)
+    return "".join(_table(number, scale, series) for (number, scale), series in sorted(found.items()))
+
+
+def _table(name: str, scale: str, series: Sequence[Series]) -> str:
+    dense = next((one for one in series if one.is_dense), None)
+    base = dense.runs[0]["paper"]["value"] if dense else None
+    rows = []
+    for one in series:
+        told, ours = one.runs[0]["paper"]["value"], one.score()
+        ours_from_dense = (
+            "–" if dense is None or one.is_dense else _plus(difference(one.scores, dense.scores))
+        )
+        row = [one.label, "–", str(ours), "–", "–", ours_from_dense, str(ours.count)]
+        if told is not None:
+            row[1], row[3] = f"{told:.2f}", f"{ours.mean - told:+.2f}"
+            row[4] = "–" if base is None or one.is_dense else f"{told - base:+.2f}"
+        rows.append(row)
+    columns = [
+        "method", f"paper, {series[0].metric}", "ours, 95 % interval", "ours − paper",
+        "paper: from dense", "ours: from dense", "seeds",
+    ]  # fmt: skip
+    title = series[0].runs[0]["paper"]["title"]
+    if all(one.runs[0]["paper"]["value"] is None for one in series):  # a study of ours
+        keep = [i for i in range(len(columns)) if i not in (1, 3, 4)]
+        columns, rows = [columns[i] for i in keep], [[row[i] for i in keep] for row in rows]
+    return table(f"{_heading(name)}: {title}; ours at scale {scale}", columns, rows)
+
+
+def _heading(name: str) -> str:
+    return name.replace("-", " ").capitalize() + (" of the paper" if name.startswith("table") else "")
+
+
+def _plus(gap: Estimate) -> str:
+    return f"+{gap}" if gap.mean > 0 else str(gap)
+
+
+def tuning(choices: Sequence[Mapping[str, Any]]) -> str:
+    """Return the grid of learning rates of every row, what each reached on validation data, and the choice."""
+    by_table: dict[tuple[str, str], list[list[str]]] = {}
+    for choice in choices:
+        tried = ", ".join(
+            f"{number(rate)}: {score:.2f}"
+            for rate, score in zip(choice["grid"], choice["scores"], strict=True)
+        )
+        row = [choice["row"], tried, number(choice["chosen"])]
+        where = _heading(choice["table"]) if "table" in choice else f"rivals on {choice['panel']}"
+        by_table.setdefault((where, choice.get("scale") or choice["budget"]), []).append(row)
+    return "".join(
+        table(
+            f"{where}, {size}: learning rates tried, and their score on validation data",
+            ["method", "tried", "chosen"],
+            rows,
+        )
+        for (where, size), rows in sorted(by_table.items())
+    )

@@ -1,11 +1,14 @@
-"""CIFAR-10 files -> images and labels. Python version (pickles) and binary version, both checked.
+"""Data files -> tensors: CIFAR-10 (Python and binary version), Penn Treebank by words, Shakespeare by characters.
 
-A pickle can run any code when it is read. The reader here admits arrays of bytes, lists, strings and numbers,
-puts stand-ins where the file names numpy's classes, and refuses every other name.
+Every file is checked. A pickle can run any code when it is read, so the reader here admits arrays of bytes, lists,
+strings and numbers, puts stand-ins where the file names numpy's classes, and refuses every other name. Penn Treebank
+is Mikolov's preparation.
 """
 
 import io
 import pickle
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +34,19 @@ BINARY = {  # sha1 of the records, as made from the python version
     "data_batch_5.bin": "26e2849e66a845b7f1e4614ae70f4889ae604628",
     "test_batch.bin": "67eb016db431130d61cd03c7ad570b013799c88c",
 }
-FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin")
+CIFAR_FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin")
 PIXELS = 3 * 32 * 32
 
 Images = tuple[Tensor, Tensor]  # (n, 3, 32, 32) uint8, (n,) int64
 
 
-def load() -> tuple[Images, Images]:
-    """Return the training and the test set from whichever version is in the data folder."""
-    return load_from(find(*FOLDERS))
+def cifar10() -> tuple[Images, Images]:
+    """Return CIFAR-10's training and test set from whichever version is in the data folder."""
+    return cifar10_from(find(*CIFAR_FOLDERS))
 
 
-def load_from(folder: Path) -> tuple[Images, Images]:
-    """Return the training and the test set of a folder."""
+def cifar10_from(folder: Path) -> tuple[Images, Images]:
+    """Return CIFAR-10's training and test set of a folder."""
     binary = any((folder / name).exists() for name in BINARY)
     contents = verified(folder, BINARY if binary else PYTHON)
     parts = {}
@@ -147,3 +150,72 @@ class _Reader(pickle.Unpickler):
         if (module, name) not in _ADMITTED:
             raise DataError(f"the file asks for {module}.{name}; only arrays, lists and strings are admitted")
         return _ADMITTED[module, name]
+
+
+PTB = {
+    "ptb.train.txt": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
+    "ptb.valid.txt": "aa0affc06ff7c36e977d7cd49e3839bf",
+    "ptb.test.txt": "8b80168b89c18661a38ef683c0dc3721",
+}
+PTB_FOLDERS = ("ptb", "simple-examples/data")
+SHAKESPEARE = {"input.txt": "6fb458f1232090904fb40fe944165e91"}
+SHAKESPEARE_FOLDERS = ("shakespeare",)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Three parts of a text as token numbers, and where the lines of the training part begin."""
+
+    train: Tensor  # (tokens,) int64
+    validation: Tensor
+    test: Tensor
+    words: int
+    lines: Tensor  # (lines,) int64, positions in train
+
+
+def ptb(vocabulary: int = 0) -> Corpus:
+    """Read Penn Treebank; with a vocabulary, words beyond the most frequent ones become <unk>."""
+    contents = verified(find(*PTB_FOLDERS), PTB)
+    parts = []
+    for name, raw in contents.items():
+        try:
+            parts.append(raw.decode("ascii").replace("\n", " <eos> ").split())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} must be plain ASCII text: {error}") from error
+        if not parts[-1]:
+            raise DataError(f"{name} is empty")
+    # Most frequent first, ties by the alphabet: the same numbers on every machine.
+    counts = Counter(parts[0])
+    names = sorted(counts, key=lambda word: (-counts[word], word))
+    if vocabulary:
+        kept = [word for word in names if word != "<unk>"][: vocabulary - 1]
+        names = ["<unk>", *kept]
+    number = {word: position for position, word in enumerate(names)}
+    unknown = number.get("<unk>")
+    train, valid, test = (
+        _encode(part, number, unknown, name) for part, name in zip(parts, contents, strict=True)
+    )
+    ends = (train == number["<eos>"]).nonzero()[:, 0]
+    lines = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1] + 1])
+    return Corpus(train, valid, test, len(names), lines)
+
+
+def shakespeare() -> Corpus:
+    """Read tiny Shakespeare by characters; the last tenth is the test part, the tenth before validation."""
+    raw = verified(find(*SHAKESPEARE_FOLDERS), SHAKESPEARE)["input.txt"]
+    bytes_, tokens = torch.unique(torch.frombuffer(bytearray(raw), dtype=torch.uint8), return_inverse=True)
+    tenth = len(tokens) // 10
+    train, validation, test = tokens.split([len(tokens) - 2 * tenth, tenth, tenth])
+    newline = int((bytes_ == ord("\n")).nonzero()[0])
+    ends = (train == newline).nonzero()[:, 0]
+    lines = torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < len(train) - 1] + 1])
+    return Corpus(train, validation, test, len(bytes_), lines)
+
+
+def _encode(words: list[str], number: dict[str, int], unknown: int | None, name: str) -> Tensor:
+    try:
+        return torch.tensor([number[w] if unknown is None else number.get(w, unknown) for w in words])
+    except KeyError as error:
+        raise DataError(
+            f"{name} has the word {error} that the training part lacks, and there is no <unk>"
+        ) from error
