@@ -67,7 +67,7 @@ def test_the_premise_holds_on_the_papers_model_and_not_on_gaussians():
 
 def test_lag_is_the_residual():
     inspector = watched(sparse)
-    for plan, nodes in inspector.plans.items():
+    for plan, nodes in inspector.candidates.items():
         residual = torch.stack([node.memory.residual for node in nodes]).mean(0)
         expected = float(residual.square().sum() / inspector.due.square().sum())
         assert inspector.lag(plan) == pytest.approx(expected, rel=1e-3)
@@ -86,7 +86,7 @@ def test_recommendation_is_the_least_density_within_tolerance():
     inspector = watched(sparse)
     advice = inspector.recommend()
     assert advice["k"] <= advice["r"] <= 2000
-    for plan in inspector.plans:
+    for plan in inspector.candidates:
         if plan.density < advice["density"]:
             assert inspector.lag(plan) > inspector.tolerance
         if plan.density == advice["density"]:

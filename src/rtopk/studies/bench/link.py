@@ -136,11 +136,10 @@ class Cell:
         """Return about how long the wire takes in a step of the large methods, to know how often to take it."""
         if self.mbit is None:
             return 0.0
-        received = {
-            "dense": 2 / self.nodes * 4.0,
-            "fp16": 2 / self.nodes * 2.0,
-            "topk-allgather": 12 * (density or 0.0),
-        }.get(method, 0.0)
+        share = 2 / self.nodes
+        received = {"dense": 4 * share, "fp16": 2 * share, "topk-allgather": 12 * (density or 0.0)}.get(
+            method, 0.0
+        )
         return (self.nodes - 1) * received * self.size * 8 / (self.mbit * 1e6)
 
 
@@ -159,17 +158,10 @@ def measure_cell(plan: LinkPlan, ranks: Ranks, cell: Cell, tell: Callable[[str],
                 f"{cell.model}, {cell.nodes} nodes, {rate(cell.mbit)}: {method} {density or ''} {values or ''} "
                 f"({number} of {plan.rounds * (len(plan.methods) + 1)})"
             )
-            answers = ranks.order(
-                "visit",
-                method=method,
-                density=density,
-                values=values,
-                steps=1 if slow else plan.steps,
-                warm=0 if slow else 1 if method in ("off", "dense", "fp16") else WARM,
-                compute_ms=cell.compute_ms,
-                keep=cell.size < 20_000_000
-                and turn + 1 < plan.rounds,  # residuals of large models fill memory
-            )
+            visit = {"method": method, "density": density, "values": values, "compute_ms": cell.compute_ms}
+            warm = 0 if slow else 1 if method in ("off", "dense", "fp16") else WARM
+            keep = cell.size < 20_000_000 and turn + 1 < plan.rounds  # residuals of large models fill memory
+            answers = ranks.order("visit", **visit, steps=1 if slow else plan.steps, warm=warm, keep=keep)
             visits.setdefault(key, []).append(answers)
     off = _times(visits[OFF])
     return [_row(plan, cell, key, visits[key], statistics.median(off), barrier) for key in plan.methods]
@@ -204,29 +196,16 @@ def _row(
         (answer["received"] - barrier) / len(answer["steps"]) for answers in visits for answer in answers
     )
     method, density, values = key
+    if plan.loopback:
+        wire /= cell.nodes  # lo counts the traffic of all ranks, and of others
     return LinkRow(
-        model=cell.model,
-        size=cell.size,
-        mbit=cell.mbit,
-        nodes=cell.nodes,
-        method=method,
-        density=density,
-        values=values,
-        step_ms=step_ms,
-        step_low_ms=low,
-        step_high_ms=high,
-        off_ms=off_ms,
-        compute_ms=cell.compute_ms,
-        select_ms=part["select"],
-        codec_ms=codec_ms,
-        encode_ms=part["encode"],
-        average_ms=part["average"],
-        exchange_ms=1e3 * statistics.median(told) if told else left,
-        wire_bytes=wire
-        / (cell.nodes if plan.loopback else 1),  # lo counts the traffic of all ranks, and of others
+        cell.model, cell.size, cell.mbit, cell.nodes, method, density, values,
+        step_ms=step_ms, step_low_ms=low, step_high_ms=high, off_ms=off_ms, compute_ms=cell.compute_ms,
+        select_ms=part["select"], codec_ms=codec_ms, encode_ms=part["encode"], average_ms=part["average"],
+        exchange_ms=1e3 * statistics.median(told) if told else left, wire_bytes=wire,
         payload_bytes=round(statistics.mean(step["payload"] for step in steps)),
         cpu_ms=1e3 * statistics.median(step["cpu"] for step in steps),
-    )
+    )  # fmt: skip
 
 
 def as_json(rows: Sequence[LinkRow]) -> dict[str, Any]:

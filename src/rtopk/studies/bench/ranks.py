@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -57,27 +56,17 @@ class Ranks:
         command = [sys.executable, "-m", "rtopk.studies.bench.ranks"]
         for rank in range(self.nodes):
             environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.nodes),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo" if self.hosts is None else INTERFACE,
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(self.nodes), "MASTER_ADDR": address,
+                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo" if self.hosts is None else INTERFACE,
                 "OMP_NUM_THREADS": "1",  # ranks share the cores
-            }
+            }  # fmt: skip
             errors = tempfile.TemporaryFile()
             self._errors.append(errors)
-            self._ranks.append(
-                subprocess.Popen(
-                    command if self.hosts is None else self.hosts.command(rank, command),
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    bufsize=1,
-                )
-            )
+            child = subprocess.Popen(
+                command if self.hosts is None else self.hosts.command(rank, command), env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
+            )  # fmt: skip
+            self._ranks.append(child)
         try:
             self._answers(range(self.nodes))
         except BaseException:
@@ -85,9 +74,7 @@ class Ranks:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def order(self, order: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -205,15 +192,9 @@ class Rank:
         return {"bytes": (received_bytes(self.interface) - before) / BARRIERS, "seconds": seconds / BARRIERS}
 
     def visit(
-        self,
-        method: str,
-        density: float | None,
-        values: str | None,
-        steps: int,
-        warm: int,
-        compute_ms: float,
+        self, method: str, density: float | None, values: str | None, steps: int, warm: int, compute_ms: float,
         keep: bool,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Take some steps with a method; the first `warm` are not counted."""
         key = f"{method} {density} {values}"
         fresh = key not in self.methods

@@ -148,13 +148,9 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
         return MetricRecord(dict(scores))
 
     result = strategy.start(
-        grid,
-        arrays_of(run),
-        num_rounds=config.rounds,
-        timeout=federation.timeout,
-        train_config=ConfigRecord(),
+        grid, arrays_of(run), num_rounds=config.rounds, timeout=federation.timeout, train_config=ConfigRecord(),
         evaluate_fn=evaluate,
-    )
+    )  # fmt: skip
     if isinstance(strategy, RTopKStrategy) and not strategy.intake.accepted:
         raise RuntimeError(f"no reply was accepted in {config.rounds} rounds: {strategy.refusals[:3]}")
     load_arrays(run, result.arrays)

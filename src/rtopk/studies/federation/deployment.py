@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 OFFLINE = {
@@ -99,7 +98,7 @@ class Fleet:
             self._link = self._start(
                 "superlink", ["flower-superlink", *options, "--host", "127.0.0.1", "--port", str(self.port)]
             )
-            self._await_port(self.port, self._link, "superlink")
+            self._await_link()
         except BaseException:
             self.stop()
             raise
@@ -125,13 +124,9 @@ class Fleet:
     def flwr(self, *arguments: str) -> dict[str, Any]:
         """Run Flower's command line and return what it prints as JSON."""
         done = subprocess.run(
-            ["flwr", *arguments, "--format", "json"],
-            env=self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
+            ["flwr", *arguments, "--format", "json"], env=self.environment, cwd=self.folder, capture_output=True,
+            text=True, timeout=TIMEOUT,
+        )  # fmt: skip
         start = done.stdout.find("{")
         try:
             answer: dict[str, Any] = json.loads(done.stdout[start:])
@@ -184,46 +179,36 @@ class Fleet:
         if self._watchdog is not None:
             self._watchdog.communicate("\n")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
+            # In a session of its own: its children form a group, which is ended with it.
             child = subprocess.Popen(
-                list(command),
-                env=self.environment,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # its children form a group of their own, ended with it
-            )
+                list(command), env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True,
+            )  # fmt: skip
         self._children.append(child)
-        self._watch_over(child)
-        return child
-
-    def _watch_over(self, child: subprocess.Popen[bytes]) -> None:
         assert self._watchdog is not None
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.write(f"{child.pid}\n")
         self._watchdog.stdin.flush()
+        return child
+
+    def _await_link(self) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
+            self._check_link()
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.2)
+        raise FleetError(f"superlink did not listen within {TIMEOUT:.0f} s: {self.tail('superlink')}")
 
     def _check_link(self) -> None:
         if self._link.poll() is not None:
             raise FleetError(f"the SuperLink ended with {self._link.returncode}: {self.tail('superlink')}")
-
-    def _await_port(self, port: int, child: subprocess.Popen[bytes], name: str) -> None:
-        deadline = time.monotonic() + TIMEOUT
-        while time.monotonic() < deadline:
-            if child.poll() is not None:
-                raise FleetError(f"{name} ended with {child.returncode}: {self.tail(name)}")
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
-            time.sleep(0.2)
-        raise FleetError(f"{name} did not listen within {TIMEOUT:.0f} s: {self.tail(name)}")
 
     def tail(self, name: str, characters: int = 2000) -> str:
         """Return the end of a log."""

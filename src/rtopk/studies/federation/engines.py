@@ -58,8 +58,7 @@ def deploy(
     `tls` is a folder with the certificates of 127.0.0.1.
     """
     secure = certificates(tls.absolute()) if tls else None
-    federation = _placed(federation, folder)
-    federation = dataclasses.replace(federation, watched=True)
+    federation = dataclasses.replace(_placed(federation, folder), watched=True)
     marks: dict[int, tuple[int, int]] = {}  # bytes up and down when a round was done
     with Fleet(folder, secure=secure) as fleet, CountingProxy(fleet.port) as proxy:
         for number in range(federation.config.nodes):

@@ -1,8 +1,8 @@
 """Data files -> tensors: CIFAR-10 (Python and binary version), Penn Treebank by words, Shakespeare by characters.
 
 Every file is checked. A pickle can run any code when it is read, so the reader here admits arrays of bytes, lists,
-strings and numbers, puts stand-ins where the file names numpy's classes, and refuses every other name. Penn Treebank
-is Mikolov's preparation.
+strings and numbers, puts stand-ins where the file names numpy's classes, and refuses every other name. Penn
+Treebank is Mikolov's preparation.
 """
 
 import io

@@ -78,12 +78,9 @@ def _claimed(folder: Path, should_stop: Callable[[], bool], wait: bool) -> Itera
 
 
 def _execute(
-    config: Config,
-    folder: Path | None,
-    resume: bool,
-    on_round: Callable[[Run], None],
+    config: Config, folder: Path | None, resume: bool, on_round: Callable[[Run], None],
     should_stop: Callable[[], bool],
-) -> Record:
+) -> Record:  # fmt: skip
     if folder is not None and resume and (folder / "record.json").exists():
         record: Record = json.loads((folder / "record.json").read_text())
         if record["key"] != config.key:

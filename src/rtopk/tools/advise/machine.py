@@ -101,27 +101,14 @@ def fit(rows: Sequence["LinkRow"], message_seconds: float, name: str) -> Machine
     select["topk-allgather"] = _line(
         [(row.payload_bytes / 12, row.step_ms - row.off_ms) for row in (coarse, fine)], size
     )
-    encode, average = {}, {}
-    overheads = []
+    encode, average, overheads = {}, {}, []
     for values in ("fp16", "4bit"):
-        pair = [found["rtopk", density, values] for density in (0.01, 0.001)]
-        sent = [row.density * size for row in pair if row.density is not None]
-        encode[values] = _line([(k, row.encode_ms) for k, row in zip(sent, pair, strict=True)], size)
-        average[values] = _line(
-            [(nodes * k, row.average_ms) for k, row in zip(sent, pair, strict=True)], size
-        )
-        overheads.append(
-            _line(
-                [
-                    (k, row.step_ms - row.off_ms - row.codec_ms - row.exchange_ms)
-                    for k, row in zip(sent, pair, strict=True)
-                ],
-                size,
-            )
-        )
-    select["rtopk"] = Line(
-        sum(line.entry for line in overheads) / 2, sum(line.sent for line in overheads) / 2
-    )
+        pair = [(density * size, found["rtopk", density, values]) for density in (0.01, 0.001)]
+        encode[values] = _line([(k, row.encode_ms) for k, row in pair], size)
+        average[values] = _line([(nodes * k, row.average_ms) for k, row in pair], size)
+        left = [(k, row.step_ms - row.off_ms - row.codec_ms - row.exchange_ms) for k, row in pair]
+        overheads.append(_line(left, size))
+    select["rtopk"] = Line(sum(one.entry for one in overheads) / 2, sum(one.sent for one in overheads) / 2)
     return Machine(name, select, encode, average, byte_ns, 1e3 * message_seconds)
 
 
@@ -206,25 +193,25 @@ def _transfer(connection: socket.socket, size: int) -> tuple[float, float]:
 
 def _send(connection: socket.socket, size: int) -> None:
     chunk = bytes(CHUNK)
-    while size > 0:
-        connection.sendall(chunk[: min(CHUNK, size)])
-        size -= CHUNK
+    for begin in range(0, size, CHUNK):
+        connection.sendall(chunk[: size - begin])
 
 
 def _discard(connection: socket.socket, size: int) -> None:
     buffer = bytearray(CHUNK)
     while size > 0:
-        got = connection.recv_into(buffer, min(CHUNK, size))
-        if not got:
-            raise ConnectionError("the other side has closed the connection")
-        size -= got
+        size -= _some(connection.recv_into(buffer, min(CHUNK, size)))
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("the other side has closed the connection")
-        data += part
-    return data
+    data = bytearray(size)
+    got = 0
+    while got < size:
+        got += _some(connection.recv_into(memoryview(data)[got:]))
+    return bytes(data)
+
+
+def _some(got: int) -> int:
+    if not got:
+        raise ConnectionError("the other side has closed the connection")
+    return got

@@ -74,9 +74,8 @@ def point_faults(point: Mapping[str, Any], name: str) -> Iterator[str]:
 def _amounts(record: Mapping[str, Any], prefix: str, names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
         if not _is_amount(record.get(name)):
-            yield (
-                f"has {record.get(name)!r} as {prefix}{name}" if name in record else f"has no {prefix}{name}"
-            )
+            found = f"{record[name]!r} as" if name in record else "no"
+            yield f"has {found} {prefix}{name}"
 
 
 def _is_number(value: Any) -> bool:
@@ -240,7 +239,9 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
         raise ValueError(f"{path} line {line} is a {type(value).__name__}, not a JSON object; {ACCEPTED}")
     kind = value.get("kind")
     if kind == "train":
-        _check_run(value, path, line)
+        fault = next(faults(value), None)
+        if fault is not None:
+            raise ValueError(f"{path} line {line} {fault[:200]}; {ACCEPTED}")
         inputs.add([value])
         return
     if kind == "choice":
@@ -248,11 +249,8 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
         return
     name = next((name for name, keys in STUDIES.items() if all(key in value for key in keys)), None)
     if name is None:
-        what = (
-            f"kind {kind!r}"
-            if kind is not None
-            else f"an object with {', '.join(list(value)[:6]) or 'nothing'}"
-        )
+        names = ", ".join(list(value)[:6]) or "nothing"
+        what = f"an object with {names}" if kind is None else f"kind {kind!r}"
         raise ValueError(f"{path} line {line} is {what}; {ACCEPTED}")
     if name in ("bench", "lab bounds"):
         rows = value["rows"]
@@ -261,9 +259,3 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
     if name == "bench":
         name = next((bench for bench, column in BENCHES.items() if column in rows[0]), name)
     inputs.studies.append(Study(name, str(kind or value.get("bench") or name), str(path), value))
-
-
-def _check_run(run: Record, path: Path, line: int) -> None:
-    fault = next(faults(run), None)
-    if fault is not None:
-        raise ValueError(f"{path} line {line} {fault[:200]}; {ACCEPTED}")

@@ -43,15 +43,15 @@ def rows_table(caption: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _bench(study: Study) -> Shown:
     rows = study.data["rows"]
-    others = {
-        name: value for name, value in study.data.items() if isinstance(value, str | int | float | bool)
-    }
+    others = {k: v for k, v in study.data.items() if isinstance(v, str | int | float | bool)}
     html = rows_table(f"{study.title}, {study.source}", rows)
     if others:
-        html += rows_table(
-            "Also measured", [{"what": name, "value": value} for name, value in others.items()]
-        )
+        html += _facts("Also measured", others)
     return html, _bars(rows)
+
+
+def _facts(caption: str, facts: Mapping[str, Any]) -> str:
+    return rows_table(caption, [{"what": name, "value": value} for name, value in facts.items()])
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> list[Plain]:
@@ -68,30 +68,20 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> list[Plain]:
         mine = {_place(row, differing): short(float(row[what])) for row in rows if str(row[who]) == label}
         series.append({"label": label, "x": groups, "y": [mine.get(group) for group in groups]})
     title = what.replace("_", " ")
-    return [
-        {
-            "kind": "bars",
-            "title": title,
-            "x": ", ".join(differing),
-            "y": title,
-            "log_y": True,
-            "series": series,
-        }
-    ]
+    chart = {
+        "kind": "bars",
+        "title": title,
+        "x": ", ".join(differing),
+        "y": title,
+        "log_y": True,
+        "series": series,
+    }
+    return [chart]
 
 
 MEASURES = ("over_floor", "total_bits", "bytes", "bits_per_entry", "ms", "seconds", "step_ms")
-SETTINGS = (
-    "model",
-    "d",
-    "mbit",
-    "nodes",
-    "density",
-    "data",
-    "source",
-    "values",
-    "threads",
-)  # of a benchmark's row
+# of a row of a benchmark
+SETTINGS = ("model", "d", "mbit", "nodes", "density", "data", "source", "values", "threads")
 
 
 def _link(study: Study) -> Shown:
@@ -103,22 +93,15 @@ def _link(study: Study) -> Shown:
     charts, html = [], ""
     for cell, rows in cells.items():
         names = [with_density(row["method"], row.get("density"), row.get("values")) for row in rows]
-        parts = {"step": "step_ms", "without communication": "off_ms"}
         series = [
             {"label": label, "x": names, "y": [short(row[part]) for row in rows]}
-            for label, part in parts.items()
+            for label, part in (("step", "step_ms"), ("without communication", "off_ms"))
         ]
-        charts.append(
-            {"kind": "bars", "title": f"Milliseconds a step: {cell}", "x": "", "y": "ms", "series": series}
-        )
+        title = f"Milliseconds a step: {cell}"
+        charts.append({"kind": "bars", "title": title, "x": "", "y": "ms", "series": series})
         same = ("model", "nodes", "mbit", "size", "method", "density", "values")
-        html += rows_table(
-            cell,
-            [
-                {"method": name, **{k: v for k, v in row.items() if k not in same}}
-                for name, row in zip(names, rows, strict=True)
-            ],
-        )
+        plain = [{k: v for k, v in row.items() if k not in same} for row in rows]
+        html += rows_table(cell, [{"method": n, **row} for n, row in zip(names, plain, strict=True)])
     return html, charts
 
 
@@ -163,8 +146,8 @@ def _bounds(study: Study) -> Shown:
         for name, label in (("over_upper", "risk / Theorem 1"), ("over_lower", "risk / Theorem 2"))
     ]
     chart = _lines("Measured risk over each bound", "setting", "times the bound", series, log_x=False)
-    facts = [{"what": name, "value": study.data[name]} for name in ("c", "C", "inside") if name in study.data]
-    return rows_table("The constants that the grid needs", facts) + rows_table("Every setting", rows), [chart]
+    facts = {name: value for name, value in study.data.items() if name in ("c", "C", "inside")}
+    return _facts("The constants that the grid needs", facts) + rows_table("Every setting", rows), [chart]
 
 
 def _convergence(study: Study) -> Shown:
@@ -173,12 +156,11 @@ def _convergence(study: Study) -> Shown:
     for k in dict.fromkeys(row["k"] for row in outcomes):
         mine = sorted((row for row in outcomes if row["k"] == k), key=lambda row: row["T"])
         horizons = [row["T"] for row in mine]
-        series.append(
-            {"label": f"k = {k}, measured", "x": horizons, "y": [short(row["measured"]) for row in mine]}
-        )
-        series.append(
-            {"label": f"k = {k}, Theorem 3", "x": horizons, "y": [short(sum(row["bound"])) for row in mine]}
-        )
+        for label, values in (
+            ("measured", [row["measured"] for row in mine]),
+            ("Theorem 3", [sum(row["bound"]) for row in mine]),
+        ):
+            series.append({"label": f"k = {k}, {label}", "x": horizons, "y": [short(v) for v in values]})
     chart = _lines("Mean squared gradient against the horizon", "T", "mean squared gradient", series)
     return rows_table("Algorithm 1 against Theorem 3", outcomes), [chart]
 
@@ -191,7 +173,7 @@ def _inspect(study: Study) -> Shown:
         series.append({"label": f"round {look['round']}", "x": x, "y": y})
         html += rows_table(f"Round {look['round']}: every scheme on the same gradients", look["schemes"])
     facts = {**flatten(study.data["verdict"]), **flatten(study.data.get("recommendation", {}))}
-    html = rows_table("Verdict", [{"what": name, "value": value} for name, value in facts.items()]) + html
+    html = _facts("Verdict", facts) + html
     title = "Error of the mean with residual: top-k is r / k = 1, random-k the last"
     return html, [_lines(title, "r / k", "error", series)]
 
