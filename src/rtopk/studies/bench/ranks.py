@@ -67,11 +67,10 @@ class Ranks:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
             )  # fmt: skip
             self._ranks.append(child)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._answers(range(self.nodes))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,7 +6,8 @@
    by the mean over the panel's seeds for that.
 3. Result: with the bytes and the rate found, on test data, one run a seed.
 
-An entrant is a generator that yields configurations and is sent their records; `side_by_side.py` runs them.
+An entrant's search is a generator that yields configurations and is sent their records; `run_together` runs many
+searches side by side, and keeps all that was run in one file of records.
 """
 
 import dataclasses
@@ -180,7 +181,7 @@ OnRun = Callable[[Config], None]  # when it has finished
 
 
 def side_by_side(panels: Sequence[Panel]) -> list[list[tuple[Panel, Budget | None, Entrant]]]:
-    """Return who goes side by side: dense and the first group of each panel, then all second groups, ..."""
+    """Return the groups that run side by side: dense and each panel's first budget, then all second ones, ..."""
     depth = max(len(panel.budgets) for panel in panels)
     found: list[list[tuple[Panel, Budget | None, Entrant]]] = []
     for number in range(depth):
@@ -202,11 +203,7 @@ class Runs:
         recorded: bool = False,
         on_run: OnRun = lambda config: None,
     ) -> None:
-        self.file = file
-        self.work = work
-        self.jobs = jobs
-        self.recorded = recorded
-        self.on_run = on_run
+        self.file, self.work, self.jobs, self.recorded, self.on_run = file, work, jobs, recorded, on_run
         self._done = {key_of(record): record for record in read(file)}
 
     def __call__(self, configs: Sequence[Config]) -> list[Record | None]:
@@ -229,20 +226,20 @@ class Runs:
 def run_together(
     steps: Iterable[Generator[Config, Record, EntrantResult]], run: Runner
 ) -> list[EntrantResult]:
-    """Let entrants go side by side, a run each at a time; those whose next run is refused (None) drop out."""
+    """Run searches side by side, one run each at a time; one whose next run is refused (None) is dropped."""
     results: list[EntrantResult] = []
-    wishes = [(entrant, next(entrant)) for entrant in steps]
-    while wishes:
-        records = run([config for _, config in wishes])
+    wanted = [(entrant, next(entrant)) for entrant in steps]
+    while wanted:
+        records = run([config for _, config in wanted])
         following = []
-        for (entrant, _), record in zip(wishes, records, strict=True):
+        for (entrant, _), record in zip(wanted, records, strict=True):
             if record is None:
                 continue
             try:
                 following.append((entrant, entrant.send(record)))
             except StopIteration as end:
                 results.append(end.value)
-        wishes = following
+        wanted = following
     return results
 
 

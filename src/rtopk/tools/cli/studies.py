@@ -16,6 +16,10 @@ from rtopk.tools.show.intervals import plus_minus
 if TYPE_CHECKING:
     from rtopk.studies.paper.results import RowResult
 
+JOBS = typer.Option(2, min=1, help="Runs side by side, one core each.")
+RESULTS = typer.Option(Path("results"), help="Folder of the records.")
+DATA_DIR = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA.")
+DEVICE = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu.")
 _STUDIES = (
     "warm-up, candidates, candidates-plain, candidates-federated, split, "
     "split-distributed, visits, momentum or nodes."
@@ -28,11 +32,11 @@ def reproduce(
     scale: str = typer.Option("small", help="smoke (seconds), small (an hour or two), paper (GPUs)."),
     rows: str = typer.Option("all", help="all; paper: those with a figure there; or a part of their labels."),
     seeds: int = typer.Option(3, min=1, help="Runs of each row, with different seeds."),
-    jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
-    results: Path = typer.Option(Path("results"), help="Folder of the records."),
+    jobs: int = JOBS,
+    results: Path = RESULTS,
     work: Path = typer.Option(Path("runs/reproduce"), help="Folder of runs under way."),
-    data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
-    device: str | None = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu."),
+    data_dir: Path | None = DATA_DIR,
+    device: str | None = DEVICE,
     tensorboard: bool = typer.Option(False, help="Write TensorBoard event files of every run too."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
 ) -> None:
@@ -117,7 +121,7 @@ def _cells(s: "RowResult") -> list[str]:
 
 def tables(
     scale: str = typer.Option("small", help="smoke, small or paper."),
-    results: Path = typer.Option(Path("results"), help="Folder of the records."),
+    results: Path = RESULTS,
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
 ) -> None:
@@ -153,7 +157,7 @@ def _group() -> None:
 
 @data.command()
 def check(
-    data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
+    data_dir: Path | None = DATA_DIR,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
 ) -> None:
     """Say what is found where, and whether it is whole.
@@ -184,15 +188,15 @@ if TYPE_CHECKING:
 def rivals(
     task: str = typer.Option("digits", help="digits, or with data cifar10, imagenet, ptb, shakespeare."),
     seeds: int = typer.Option(3, min=1, help="Runs of each result, with different seeds."),
-    jobs: int = typer.Option(2, min=1, help="Runs side by side, one core each."),
-    results: Path = typer.Option(Path("results"), help="Folder of the records."),
+    jobs: int = JOBS,
+    results: Path = RESULTS,
     work: Path = typer.Option(Path("runs/rivals"), help="Folder of runs under way."),
     picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
     recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     against: str | None = typer.Option(None, help="Show one method's score minus each other's, too."),
-    data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
-    device: str | None = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu."),
+    data_dir: Path | None = DATA_DIR,
+    device: str | None = DEVICE,
     smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
 ) -> None:
