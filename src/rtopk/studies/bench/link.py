@@ -1,7 +1,7 @@
 """Does it pay? The step time and bytes of every method on shaped links between hosts on this machine.
 
 Ranks are real processes under DDP on Gloo; computation is replaced by waiting for as long as a real step of
-this model takes on one core (see `standin.py`), because several ranks on few cores would hide the link.
+this model takes on one core (see `workloads.py`), because several ranks on few cores would hide the link.
 Methods are visited in turn, several times, so that other load on the machine meets all of them alike.
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 from rtopk.tools.report.series import Estimate, Series
 from rtopk.tools.show.palette import DASHES, LIGHT, MARKERS, slot
 
+AXES = {"round": "round", "bytes": "sent_bytes", "seconds": "seconds"}  # of the plots -> of a point
 STAGES = ("gradient", "compress", "exchange", "apply")
 Plain = dict[str, Any]
 
@@ -34,11 +35,8 @@ def panel(title: str, series: Sequence[Series]) -> Plain:
 def _set_side_by_side(shown: list[Plain]) -> None:
     """Give each series the place `at` of its last point: methods that sent as much stand beside each other."""
     for one in shown:
-        same = [
-            other
-            for other in shown
-            if round(math.log10(other["sent"]), 1) == round(math.log10(one["sent"]), 1)
-        ]
+        size = round(math.log10(one["sent"]), 1)
+        same = [other for other in shown if round(math.log10(other["sent"]), 1) == size]
         # Beside each other, but never so far that the place says something else: 1.5 times from first to last.
         step = min(1.25, 1.5 ** (1 / max(len(same) - 1, 1)))
         one["at"] = short(one["sent"] * step ** (same.index(one) - (len(same) - 1) / 2))
@@ -59,22 +57,16 @@ def _range(shown: Sequence[Plain], most: float) -> list[float] | None:
 
 
 def _series(one: Series) -> Plain:
-    score, names = one.score(), ("score", "loss", "train_loss")
-    keys = {"score": one.metric, "loss": "loss", "train_loss": "train_loss"}
-    curves = {
-        name: one.curve(_reader(keys[name])) for name in names if keys[name] in one.measured[0]["final"]
-    }
+    score, keys = one.score(), {"score": one.metric, "loss": "loss", "train_loss": "train_loss"}
+    has = one.measured[0]["final"]
+    curves = {name: one.curve(_reader(key)) for name, key in keys.items() if key in has}
     return {
         "label": one.label,
         "slot": one.slot,
         "dash": one.dash,
         "score": [short(score.mean), short(score.half), score.count],
         "sent": short(one.over_runs(lambda run: run["final"]["sent_bytes"])),
-        "x": {
-            "round": _means(one.curve(_reader("round"))),
-            "bytes": _means(one.curve(_reader("sent_bytes"))),
-            "seconds": _means(one.curve(_reader("seconds"))),
-        },
+        "x": {x: _means(one.curve(_reader(key))) for x, key in AXES.items()},
         "y": {name: _means(curve) for name, curve in curves.items()},
         "half": {name: [short(e.half) for e in curve] for name, curve in curves.items()},
         "residual": _means(one.curve(_reader("residual_norm"))),
@@ -103,9 +95,8 @@ def spent(one: Series) -> dict[str, float | None]:
     found = {}
     for stage in STAGES:
         times = [run["final"]["spent"].get(stage, 0.0) / run["final"]["round"] for run in runs]
-        nodes = (
-            one.config["nodes"] if stage in ("gradient", "compress") else 1
-        )  # one process does all nodes' work
+        # One process does all nodes' work.
+        nodes = one.config["nodes"] if stage in ("gradient", "compress") else 1
         found[stage] = short(1000.0 * sum(times) / len(times) / nodes)
     return found if any(found.values()) else {}  # under torchrun the stages are inside backward
 
@@ -177,13 +168,8 @@ def chart(spec: Plain) -> str:
     for i, one in enumerate(spec["series"]):
         colour, width = LIGHT[slot(one.get("slot", i))], 0.8 / len(spec["series"])
         if spec["kind"] == "bars":
-            axis.bar(
-                [j + i * width for j in range(len(one["x"]))],
-                _numbers(one["y"]),
-                width,
-                color=colour,
-                label=one["label"],
-            )
+            places = [j + i * width for j in range(len(one["x"]))]
+            axis.bar(places, _numbers(one["y"]), width, color=colour, label=one["label"])
             axis.set_xticks(range(len(one["x"])), [str(x) for x in one["x"]], rotation=20, ha="right")
         else:
             marker = MARKERS[slot(one.get("slot", i))]

@@ -149,11 +149,8 @@ def _label(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
     """Name a series: method and compression, then the options that differ where these are equal."""
     dense = config["method"] == "dense"
     name = with_compression(config["method"], config["density"])
-    rivals = [
-        other
-        for other in others
-        if other["method"] == config["method"] and (dense or other["density"] == config["density"])
-    ]
+    same = [other for other in others if other["method"] == config["method"]]
+    rivals = [other for other in same if dense or other["density"] == config["density"]]
     for option, value in config.items():
         if option == "seed" or (dense and option == "density"):
             continue
