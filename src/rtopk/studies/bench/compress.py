@@ -169,9 +169,8 @@ def measure(
                 for threads in plan.threads:
                     torch.set_num_threads(threads)
                     for density in plan.densities:
-                        say(
-                            f"{gradients.source}, d = {gradients.size:,}, density {density:g}, {threads} threads"
-                        )
+                        what = f"{gradients.source}, d = {gradients.size:,}"
+                        say(f"{what}, density {density:g}, {threads} threads")
                         rows += compare(gradients, kind, density, threads, plan)
                 yield gradients.source, rows
     finally:
@@ -203,10 +202,9 @@ def compare(
             for name, taken in once.items():
                 seconds[name].append(taken)
                 ratios[name].append(taken / once["floor"])
+    median = statistics.median
     return [
-        CompressRow(
-            d, density, threads, kind, name, 1e3 * statistics.median(taken), statistics.median(ratios[name])
-        )
+        CompressRow(d, density, threads, kind, name, 1e3 * median(taken), median(ratios[name]))
         for name, taken in seconds.items()
     ]
 
@@ -239,9 +237,8 @@ def bars(rows: list[CompressRow]) -> list[Bar]:
             same = (larger.density, larger.threads, larger.data, larger.method)
             if larger.d > 3 * row.d and same == (row.density, row.threads, row.data, row.method):
                 growth = (larger.ms / larger.d) / (row.ms / row.d)
-                found.append(
-                    Bar(f"time per entry at {larger.d / 1e6:.0f} M: {where}", growth, 1.3, growth <= 1.3)
-                )
+                text = f"time per entry at {larger.d / 1e6:.0f} M: {where}"
+                found.append(Bar(text, growth, 1.3, growth <= 1.3))
     return found
 
 

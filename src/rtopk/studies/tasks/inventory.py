@@ -46,9 +46,8 @@ def _folders(*parts: str) -> Callable[[Path], str]:
         for part in parts:
             files, _, classes = image_folder(folder / part)
             _first_and_last(files)
-            said.append(
-                f"{len(files):,} images of {len(classes):,} classes" + (f" in {part}" if part else "")
-            )
+            where = f" in {part}" if part else ""
+            said.append(f"{len(files):,} images of {len(classes):,} classes{where}")
         return ", ".join(said)
 
     return check
