@@ -193,6 +193,7 @@ def test_a_run_at_equal_bytes(three, tmp_path):
     """The rule is fitted to a budget and tuned beside top-k, its values in the stranger's form."""
     import dataclasses
 
+    from rtopk.studies.equal_bytes import rivals_page
     from rtopk.studies.equal_bytes.panels import PANELS, Budget, Entrant, smoke
 
     selector, _, _ = three
@@ -203,12 +204,17 @@ def test_a_run_at_equal_bytes(three, tmp_path):
     assert set(labels) >= {"top-k", "every-other-k, fp24"}
     sent = labels["every-other-k, fp24"].bytes / labels["top-k"].bytes
     assert 0.9 < sent < 1.1
+    rivals_page.score_against_budget(standings, tmp_path / "picture.png")  # with a colour of its own
+    assert "every-other-k, fp24" in rivals_page.markdown([standings])
 
 
 def run_panel(panel, folder):
-    """Run a panel's entrants; the module has its names from the field, not from us."""
-    from rtopk.studies.equal_bytes.fit import follow
-    from rtopk.studies.equal_bytes.schedule import Ledger, heats, play
+    """Run a panel's entrants, one seed each."""
+    from rtopk.studies.equal_bytes.fit import Runs, entrant_runs, run_together, side_by_side
 
-    ledger = Ledger(folder / "results.jsonl", folder / "runs", 1)
-    return [s for heat in heats([panel]) for s in play([follow(*entrant, 1) for entrant in heat], ledger)]
+    runs = Runs(folder / "results.jsonl", folder / "runs", 1)
+    return [
+        result
+        for group in side_by_side([panel])
+        for result in run_together([entrant_runs(*entrant, 1) for entrant in group], runs)
+    ]

@@ -10,7 +10,7 @@ from ddp_worker import Place
 from torch import nn
 
 from rtopk.seed import generator
-from rtopk.studies.tasks.classify import Classification
+from rtopk.studies.tasks.objectives import Classification
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.execute import Interrupted, execute
 from rtopk.studies.train.loop import Run

@@ -6,13 +6,15 @@ import sys
 
 import pytest
 
-from rtopk.studies.bench.codec import Plan, as_json, bound_bits, measure, show
+from rtopk.studies.bench.codec import CodecPlan, as_json, bound_bits, measure, show
 
 NAMES = "d k density data values method index_bits bound_bits total_bits encode_ms decode_ms"
 
 
 def test_rows(capsys):
-    measured = measure(Plan(sizes=(20_000,), densities=(0.01,), timed=(20_000,), model_size=40_000, runs=1))
+    measured = measure(
+        CodecPlan(sizes=(20_000,), densities=(0.01,), timed=(20_000,), model_size=40_000, runs=1)
+    )
     rows = json.loads(json.dumps(as_json(measured)))["rows"]
     assert {row["data"] for row in rows} == {"uniform", "real"}
     assert {"rtopk", "raw64", "raw32", "raw64+zlib", "raw64+zstd", "raw32+zlib", "raw32+zstd"} == {

@@ -7,9 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from rtopk.studies.bench import compress
-from rtopk.studies.bench.compress import Plan, Row, bars
-from rtopk.studies.bench.compress_methods import METHODS
-from rtopk.studies.bench.gradients import real, synthetic
+from rtopk.studies.bench.compress import METHODS, CompressPlan, CompressRow, bars
+from rtopk.studies.bench.workloads import real, synthetic
 from rtopk.tools.cli import app
 
 
@@ -27,7 +26,7 @@ def test_a_method_takes_k_of_the_r_largest_out(name):
 
 
 def test_json_has_every_row(monkeypatch):
-    monkeypatch.setattr(compress, "QUICK", Plan(sizes=(20_000,), repetitions=2, rivals_every=1))
+    monkeypatch.setattr(compress, "QUICK", CompressPlan(sizes=(20_000,), repetitions=2, rivals_every=1))
     result = CliRunner().invoke(app, ["bench", "compress", "--quick", "--json", "--threads", "1"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
@@ -42,7 +41,7 @@ def test_json_has_every_row(monkeypatch):
 def test_bars_are_judged():
     def rows(d, ms, rtopk, dgc, topk):
         ratios = {"floor": 1.0, "rtopk": rtopk, "dgc": dgc, "topk": topk}
-        return [Row(d, 0.001, 1, "real", name, ms * ratio, ratio) for name, ratio in ratios.items()]
+        return [CompressRow(d, 0.001, 1, "real", name, ms * ratio, ratio) for name, ratio in ratios.items()]
 
     good = bars(rows(11_200_000, 3.0, 1.4, 4.5, 22.0) + rows(66_000_000, 17.0, 1.4, 4.5, 22.0))
     assert len(good) == 7

@@ -14,13 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rtopk.seed import generator
-from rtopk.studies.bench import hosts, rivals
-from rtopk.studies.bench.fleet import Fleet, RankFailedError
-from rtopk.studies.bench.link import METHODS, Cell, Plan, measure
-from rtopk.studies.bench.link_picture import draw_measured
+from rtopk.studies.bench import hosts, link_methods
+from rtopk.studies.bench.link import METHODS, Cell, LinkPlan, measure
 from rtopk.studies.bench.link_report import cells as sorted_cells
-from rtopk.studies.bench.link_report import due_bytes, markdown
-from rtopk.studies.bench.standin import StandIn
+from rtopk.studies.bench.link_report import draw_measured, due_bytes, markdown
+from rtopk.studies.bench.ranks import RankFailedError, Ranks
+from rtopk.studies.bench.workloads import StandIn
 
 SIZE = 256 * 512 + 512 + 512 * 128 + 128 + 128 * 10 + 10  # of the model "small"
 FEW = (
@@ -36,12 +35,14 @@ KEYS = {
 }  # fmt: skip
 
 
-LOOPBACK = hosts.why_not() is not None
+LOOPBACK = hosts.unavailable_reason() is not None
 
 
 @pytest.fixture(scope="module")
 def rows():
-    plan = Plan(("small",), (None,), (2,), rounds=1, steps=3, compute_ms=3.0, loopback=LOOPBACK, methods=FEW)
+    plan = LinkPlan(
+        ("small",), (None,), (2,), rounds=1, steps=3, compute_ms=3.0, loopback=LOOPBACK, methods=FEW
+    )
     (cell,) = measure(plan)
     return {row.method: row for row in cell}
 
@@ -57,7 +58,7 @@ def test_payloads_are_what_each_method_owes(rows):
     assert 2 * 650 + sparse * 22.6 / 8 < rows["rtopk"].payload_bytes < 2 * 650 + sparse * 25 / 8 + 200
 
 
-@pytest.mark.skipif(LOOPBACK, reason=f"lo carries everybody's traffic, and: {hosts.why_not()}")
+@pytest.mark.skipif(LOOPBACK, reason=f"lo carries everybody's traffic, and: {hosts.unavailable_reason()}")
 def test_interface_bytes_are_payload_times_fan_out(rows):
     for method in ("dense", "fp16", "topk-allgather", "rtopk"):  # powerSGD's are many and small
         over = rows[method].wire_bytes - due_bytes(rows[method])
@@ -66,7 +67,7 @@ def test_interface_bytes_are_payload_times_fan_out(rows):
 
 
 def test_what_is_done_is_not_repeated(rows):
-    plan = Plan(("small",), (None,), (2,), rounds=1, steps=1, compute_ms=1.0, loopback=True, methods=FEW)
+    plan = LinkPlan(("small",), (None,), (2,), rounds=1, steps=1, compute_ms=1.0, loopback=True, methods=FEW)
     done = list(rows.values())
     assert list(measure(plan, done=done)) == []
     (cell,) = measure(plan, done=done[1:])
@@ -99,10 +100,10 @@ def test_tables_are_in_the_usual_order(rows):
 
 
 def test_a_rank_that_dies_ends_the_run():
-    with Fleet(2, None) as fleet:
-        fleet._ranks[1].send_signal(signal.SIGKILL)
+    with Ranks(2, None) as ranks:
+        ranks._ranks[1].send_signal(signal.SIGKILL)
         with pytest.raises(RankFailedError, match=r"rank [01] has ended"):
-            fleet.order("barriers")
+            ranks.order("barriers")
 
 
 def test_slow_methods_are_taken_once():
@@ -126,13 +127,13 @@ def test_rivals_keep_what_they_do_not_send(alone, key):
     method, density, values = key
     model = nn.Linear(64, 32)
     ddp = DistributedDataParallel(model)
-    current = [rivals.Off()]
+    current = [link_methods.Off()]
     ddp.register_comm_hook(current, _dispatch)
     batch = torch.randn(8, 64, generator=generator("link bench"))
     (ddp(batch) ** 2).sum().backward()  # DDP rebuilds its buckets after this
     wanted = model.weight.grad.clone()
     model.zero_grad()
-    current[0] = rivals.make(method, ddp, density, values)
+    current[0] = link_methods.make(method, ddp, density, values)
     total = torch.zeros_like(wanted)
     steps = 1 if density in (None, 1.0) else round(1.5 / density)
     steps = min(steps, 150)
@@ -169,7 +170,7 @@ def test_the_stand_in_gives_real_gradients_and_takes_the_time_it_is_told():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(LOOPBACK, reason=f"no hosts here: {hosts.why_not()}")
+@pytest.mark.skipif(LOOPBACK, reason=f"no hosts here: {hosts.unavailable_reason()}")
 def test_on_shaped_links_dense_takes_what_the_link_takes():
     command = [sys.executable, "-m", "rtopk", "bench", "link", "--model", "small", "--mbit", "20"]
     ended = subprocess.run(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rtopk.studies.bench import hosts
-from rtopk.tools.advise import probe
+from rtopk.tools.advise.machine import listen, probe
 
-REASON = hosts.why_not()
+REASON = hosts.unavailable_reason()
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"no hosts here: {REASON}")
 CLONE_NEWNET = 0x40000000
 
@@ -44,9 +44,9 @@ def test_links_hold_their_rate_in_both_directions():
     with hosts.Hosts(2) as pair:
         for mbit in (20.0, 80.0):  # shaping again replaces the first rate
             pair.shape(mbit)
-            listener, _ = on(pair.names[0], probe.listen, 4000)
+            listener, _ = on(pair.names[0], listen, 4000)
             time.sleep(0.3)
-            prober, found = on(pair.names[1], probe.probe, pair.addresses[0], 4000)
+            prober, found = on(pair.names[1], probe, pair.addresses[0], 4000)
             prober.join(timeout=30)
             listener.join(timeout=30)
             # 4.5 % are headers; a link without limit gives thousands, one at double rate 90 % too much.
@@ -58,11 +58,11 @@ def test_links_hold_their_rate_in_both_directions():
 @needs_hosts
 def test_bytes_are_counted_at_the_interface():
     with hosts.Hosts(2) as pair:
-        listener, _ = on(pair.names[0], probe.listen, 4000)
+        listener, _ = on(pair.names[0], listen, 4000)
         time.sleep(0.3)
         reader, before = on(pair.names[0], hosts.received_bytes, hosts.INTERFACE)
         reader.join()
-        prober, _ = on(pair.names[1], probe.probe, pair.addresses[0], 4000, 0.05)
+        prober, _ = on(pair.names[1], probe, pair.addresses[0], 4000, 0.05)
         prober.join(timeout=30)
         listener.join(timeout=30)
         reader, after = on(pair.names[0], hosts.received_bytes, hosts.INTERFACE)
@@ -137,7 +137,7 @@ def test_what_is_missing_is_said():
 
 @needs_hosts
 def test_without_root_it_says_so():
-    code = "import os\nfrom rtopk.studies.bench.hosts import why_not\nos.seteuid(65534)\nprint(why_not())"
+    code = "import os\nfrom rtopk.studies.bench import hosts\nos.seteuid(65534)\nprint(hosts.unavailable_reason())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "needs root, this is user 65534" in ended.stdout
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rtopk.studies.equal_bytes.fit import CLOSE, follow
-from rtopk.studies.equal_bytes.page import marks
+from rtopk.studies.equal_bytes.fit import CLOSE, Runs, entrant_runs, run_together
 from rtopk.studies.equal_bytes.panels import PANELS, Budget, Entrant
-from rtopk.studies.equal_bytes.schedule import Ledger, play
-from rtopk.studies.paper.tables import TUNING_SEED
+from rtopk.studies.equal_bytes.rivals_page import marks
+from rtopk.studies.paper.definitions import TUNING_SEED
 from rtopk.tools.cli import app
 from rtopk.tools.show.intervals import welch
 
@@ -47,14 +46,16 @@ class World:
 @pytest.mark.parametrize("method", ["dealt-k", "threshold", "powersgd"])
 def test_an_entrant_is_fitted_tuned_and_run(method, best):
     world = World(PANEL.rates[best])
-    (standing,) = play([follow(PANEL, Budget(matrix_rank=1), Entrant(method, "received"), 3)], world)
-    assert standing.target == 3488.0
-    assert standing.bytes == pytest.approx(3488.0, rel=CLOSE)
-    assert standing.rate == PANEL.rates[best]
+    (result,) = run_together(
+        [entrant_runs(PANEL, Budget(matrix_rank=1), Entrant(method, "received"), 3)], world
+    )
+    assert result.target == 3488.0
+    assert result.bytes == pytest.approx(3488.0, rel=CLOSE)
+    assert result.rate == PANEL.rates[best]
     # Both neighbours of the best were tried, unless it is at the end of the grid.
-    tried = {run["config"]["learning_rate"] for (run,) in standing.tried}
+    tried = {run["config"]["learning_rate"] for (run,) in result.tried}
     assert {PANEL.rates[i] for i in (best - 1, best, best + 1) if 0 <= i < len(PANEL.rates)} <= tried
-    assert [record["config"]["seed"] for record in standing.records] == [0, 1, 2]
+    assert [record["config"]["seed"] for record in result.records] == [0, 1, 2]
     for config in world.asked:
         assert (config.part == "test") == (config.seed != TUNING_SEED)
         assert config.split == PANEL.config.split
@@ -75,11 +76,12 @@ def test_a_rate_that_wins_with_one_seed_only_is_not_chosen(method):
         return record
 
     world.record = lucky_once
-    (standing,) = play([follow(panel, Budget(matrix_rank=1), Entrant(method, r_over_k=2.0), 2)], world)
-    assert standing.rate == panel.rates[2]
-    assert all([run["config"]["seed"] for run in runs] == [1000, 1001, 1002] for runs in standing.tried)
-    assert all(len({run["config"]["threshold"] for run in runs}) == 1 for runs in standing.tried)
-    assert {record["config"]["r_over_k"] for record in standing.records} == {2.0}
+    runs = entrant_runs(panel, Budget(matrix_rank=1), Entrant(method, r_over_k=2.0), 2)
+    (result,) = run_together([runs], world)
+    assert result.rate == panel.rates[2]
+    assert all([run["config"]["seed"] for run in runs] == [1000, 1001, 1002] for runs in result.tried)
+    assert all(len({run["config"]["threshold"] for run in runs}) == 1 for runs in result.tried)
+    assert {record["config"]["r_over_k"] for record in result.records} == {2.0}
 
 
 def test_every_panel_names_methods_that_there_are():
@@ -87,7 +89,7 @@ def test_every_panel_names_methods_that_there_are():
         for panel in panels:
             for budget, entrants in panel.budgets:
                 for entrant in entrants:
-                    next(follow(panel, budget, entrant, 1))
+                    next(entrant_runs(panel, budget, entrant, 1))
                     assert (entrant.method != "powersgd") or budget.matrix_rank
 
 
@@ -194,15 +196,15 @@ def test_nothing_recorded_is_an_error(tmp_path):
     result = CliRunner().invoke(app, ["rivals", "--recorded", "--results", str(tmp_path)])
     assert result.exit_code == 1
     assert "holds no result of digits yet" in str(result.exception)
-    assert Ledger(tmp_path / "none.jsonl", tmp_path, recorded=True)([PANEL.config]) == [None]
+    assert Runs(tmp_path / "none.jsonl", tmp_path, recorded=True)([PANEL.config]) == [None]
 
 
 @pytest.mark.slow  # two processes start
 def test_two_at_a_time_are_recorded_as_one_at_a_time(tmp_path):
     configs = [dataclasses.replace(PANEL.config, rounds=2, seed=seed) for seed in (0, 1, 0)]
     heard = []
-    both = Ledger(tmp_path / "both.jsonl", tmp_path / "work", jobs=2, on_run=heard.append)(configs)
-    alone = Ledger(tmp_path / "alone.jsonl", tmp_path / "alone", jobs=1)(configs)
+    both = Runs(tmp_path / "both.jsonl", tmp_path / "work", jobs=2, on_run=heard.append)(configs)
+    alone = Runs(tmp_path / "alone.jsonl", tmp_path / "alone", jobs=1)(configs)
     assert [record["weights"] for record in both] == [record["weights"] for record in alone]
     assert len(heard) == 2
     assert len((tmp_path / "both.jsonl").read_text().splitlines()) == 2

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from rtopk.tools.cli import app
 from rtopk.tools.report.inputs import read
-from rtopk.tools.report.studies import show
+from rtopk.tools.report.measurements import show
 
 COMMANDS = {
     "risk": ["--d", "512", "--s", "16", "--n", "200", "--k", "60", "--repeats", "2"],

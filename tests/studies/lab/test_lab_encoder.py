@@ -11,8 +11,7 @@ from scipy import stats
 
 from rtopk import rtop_k
 from rtopk.seed import generator
-from rtopk.studies.lab.encoder import Encoder, Message
-from rtopk.studies.lab.enumerative import capacity, codebook_size, rank, unrank
+from rtopk.studies.lab.encoder import Encoder, Message, capacity, codebook_size, rank, unrank
 
 
 def least(d, signed=False):

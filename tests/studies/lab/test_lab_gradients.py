@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from rtopk.seed import generator
-from rtopk.studies.lab.gradients import Inspector, Plan, describe, overlap
+from rtopk.studies.lab.gradients import Candidate, Inspector, describe, overlap
+from rtopk.studies.lab.inspect_run import full_gradient, inspect
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run
-from rtopk.studies.train.probe import full_gradient, inspect
 
 
 def test_effective_sparsity():
@@ -67,7 +67,7 @@ def test_the_premise_holds_on_the_papers_model_and_not_on_gaussians():
 
 def test_lag_is_the_residual():
     inspector = watched(sparse)
-    for plan, nodes in inspector.plans.items():
+    for plan, nodes in inspector.candidates.items():
         residual = torch.stack([node.memory.residual for node in nodes]).mean(0)
         expected = float(residual.square().sum() / inspector.due.square().sum())
         assert inspector.lag(plan) == pytest.approx(expected, rel=1e-3)
@@ -86,7 +86,7 @@ def test_recommendation_is_the_least_density_within_tolerance():
     inspector = watched(sparse)
     advice = inspector.recommend()
     assert advice["k"] <= advice["r"] <= 2000
-    for plan in inspector.plans:
+    for plan in inspector.candidates:
         if plan.density < advice["density"]:
             assert inspector.lag(plan) > inspector.tolerance
         if plan.density == advice["density"]:
@@ -106,8 +106,8 @@ def test_refusals():
         inspector.verdict()
     with pytest.raises(ValueError, match="tolerance"):
         Inspector(2, 10, 0.1, tolerance=2.0)
-    assert Plan(0.1, 1.0).name(10) == "top-k"
-    assert Plan(0.1, 10.0).name(10) == "random-k"
+    assert Candidate(0.1, 1.0).name(10) == "top-k"
+    assert Candidate(0.1, 10.0).name(10) == "random-k"
 
 
 def test_looking_changes_nothing_and_the_true_gradient_is_true():

@@ -4,8 +4,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rtopk.studies.lab.models import HUGE, densify, perturb, quantise, sample
-from rtopk.studies.lab.theta import FAMILIES, Theta, flat, numpy_rng
+from rtopk.studies.lab.bernoulli import (
+    FAMILIES,
+    HUGE,
+    Theta,
+    densify,
+    flat,
+    numpy_rng,
+    perturb,
+    quantise,
+    sample,
+)
 
 FALSE_ALARM = 1e-6
 

@@ -13,13 +13,21 @@ from scipy import stats
 from rtopk import rtop_k
 from rtopk.seed import generator
 from rtopk.studies.lab import bounds
+from rtopk.studies.lab.bernoulli import FAMILIES, densify, flat, numpy_rng, perturb, quantise, sample
 from rtopk.studies.lab.encoder import Encoder
-from rtopk.studies.lab.estimators import estimate, kept_ones, receive
+from rtopk.studies.lab.experiments import bits_used, regime_slopes, study_bounds
 from rtopk.studies.lab.gaussian import GaussianSetting, bits_needed, gaussian_risk
-from rtopk.studies.lab.models import densify, perturb, quantise, sample
-from rtopk.studies.lab.risk import Setting, exact, fit, grid, measure, squared_errors
-from rtopk.studies.lab.studies import bits_used, regime_slopes, study_bounds
-from rtopk.studies.lab.theta import FAMILIES, flat, numpy_rng
+from rtopk.studies.lab.risk import (
+    Setting,
+    estimate,
+    exact,
+    fit,
+    grid,
+    kept_ones,
+    measure,
+    receive,
+    squared_errors,
+)
 
 FALSE_ALARM = 1e-6
 

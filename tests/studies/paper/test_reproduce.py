@@ -15,19 +15,17 @@ import torch
 from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 from typer.testing import CliRunner
 
-from rtopk.studies.paper.page import BEGIN, END, insert, render_all
-from rtopk.studies.paper.questions import STUDIES
-from rtopk.studies.paper.reproduce import results_file, run_table
-from rtopk.studies.paper.standings import comparisons, standings
-from rtopk.studies.paper.tables import TABLES, check_scale, table
-from rtopk.studies.paper.tuning import tuning
+from rtopk.studies.paper.ablations import STUDIES
+from rtopk.studies.paper.definitions import TABLES, check_scale, table
+from rtopk.studies.paper.reproduce import results_file, run_table, tuning
+from rtopk.studies.paper.results import BEGIN, END, comparisons, insert, render_all, row_results
 from rtopk.studies.tasks.catalogue import TASKS
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.records import append, read
 from rtopk.studies.train.runner import key_of, run_all
 from rtopk.tools.cli import app
-from rtopk.tools.cli.reproduce import _STUDIES as HELP
+from rtopk.tools.cli.studies import _STUDIES as HELP
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +286,7 @@ def test_the_better_mean_is_chosen_on_validation_data_and_the_paper_keeps_its_le
     written(file, rows["rtop-k", 0.01, "nodes"], [50.0, 51.0, 52.0], validation=40.0)
     written(file, rows["rtop-k", 0.01, "received"], [20.0, 21.0, 22.0], validation=45.0)  # worse on test data
     written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.0, 57.0])
-    (pair,) = comparisons(standings(TABLES[2], "small", tmp_path))
+    (pair,) = comparisons(row_results(TABLES[2], "small", tmp_path))
     assert pair.first.row.mean == "received"
     assert pair.advantage == -35.0
     assert pair.paper == pytest.approx(6.40)
@@ -300,7 +298,7 @@ def test_rows_with_a_note_are_compared_with_each_other(tmp_path):
         if row.method in ("rtop-k", "top-k", "dense") and row.density in (0.01, 1.0):
             written(file, row, [50.0 + len(row.note), 51.0 + len(row.note)], number=1)
     pairs = [
-        (p.first.row.note, p.second.row.label) for p in comparisons(standings(TABLES[1], "small", tmp_path))
+        (p.first.row.note, p.second.row.label) for p in comparisons(row_results(TABLES[1], "small", tmp_path))
     ]
     assert pairs == [
         ("", "Top-k 99 %"), ("", "baseline"),
@@ -317,7 +315,7 @@ def test_standings_compare_with_intervals(tmp_path):
     written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.0, 57.0])
     written(file, rows["dense", 1.0, "nodes"], [51.2, 51.0, 50.9])
     written(file, rows["top-k", 0.001, "nodes"], [30.0])
-    found = standings(TABLES[2], "small", tmp_path)
+    found = row_results(TABLES[2], "small", tmp_path)
     assert [len(s.records) for s in found] == [3, 3, 3, 1, 3, 3]
     assert not any(s.at_edge for s in found)
     ours = found[1]

@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from tiny_data import make_cifar, make_folder, make_ptb, write_sums
 
-from rtopk.studies.bench import gradients
-from rtopk.studies.tasks import cifar, corpus, inventory
+from rtopk.studies.bench import workloads
+from rtopk.studies.tasks import datasets, inventory
 from rtopk.studies.tasks.data import DataError, data_dir, find
-from rtopk.studies.tasks.folders import Files, centre_crop, image_folder, random_resized_crop
+from rtopk.studies.tasks.images import Files, centre_crop, image_folder, random_resized_crop
 
 
 @pytest.mark.parametrize("binary", [False, True])
 def test_cifar_is_read_exactly(tmp_path, binary):
     pixels, labels = make_cifar(tmp_path, per_batch=4, binary=binary)
-    train, test = cifar.load_from(tmp_path / cifar.FOLDERS[binary])
+    train, test = datasets.cifar10_from(tmp_path / datasets.CIFAR_FOLDERS[binary])
     assert torch.equal(train[0], torch.from_numpy(pixels[:20]).view(20, 3, 32, 32))
     assert train[1].tolist() == labels[:20]
     assert torch.equal(test[0], torch.from_numpy(pixels[20:]).view(4, 3, 32, 32))
@@ -32,20 +32,20 @@ def test_cifar_is_read_exactly(tmp_path, binary):
 @pytest.mark.parametrize("binary", [False, True])
 def test_one_wrong_byte_is_refused(tmp_path, binary):
     make_cifar(tmp_path, per_batch=4, binary=binary)
-    folder = tmp_path / cifar.FOLDERS[binary]
+    folder = tmp_path / datasets.CIFAR_FOLDERS[binary]
     path = folder / ("data_batch_3.bin" if binary else "data_batch_3")
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"data_batch_3.* is damaged or not the original: md5"):
-        cifar.load_from(folder)
+        datasets.cifar10_from(folder)
 
 
 def test_made_data_without_its_own_sums_is_refused(tmp_path):
     make_cifar(tmp_path, per_batch=4)
-    (tmp_path / cifar.FOLDERS[0] / "MD5SUMS").unlink()
-    with pytest.raises(DataError, match=f"expected {cifar.PYTHON['data_batch_1']}"):
-        cifar.load_from(tmp_path / cifar.FOLDERS[0])
+    (tmp_path / datasets.CIFAR_FOLDERS[0] / "MD5SUMS").unlink()
+    with pytest.raises(DataError, match=f"expected {datasets.PYTHON['data_batch_1']}"):
+        datasets.cifar10_from(tmp_path / datasets.CIFAR_FOLDERS[0])
 
 
 class Bomb:
@@ -60,7 +60,7 @@ class Bomb:
 def test_a_pickle_runs_no_code(tmp_path, protocol):
     raw = pickle.dumps({b"data": Bomb(str(tmp_path / "bang")), b"labels": [1]}, protocol=protocol)
     with pytest.raises(DataError, match=r"asks for (posix|nt|os)\.mkdir; only arrays, lists and strings"):
-        cifar.read_python(raw, "data_batch_1")
+        datasets.read_python(raw, "data_batch_1")
     assert not (tmp_path / "bang").exists()
 
 
@@ -71,9 +71,9 @@ def test_a_pickle_runs_no_code(tmp_path, protocol):
 def test_a_pickle_cannot_alter_what_it_names(name, state):
     """BUILD sets attributes of what is on the stack: of our stand-ins there is nothing to set."""
     with pytest.raises(DataError):
-        cifar.read_python((name + state + "b.").encode(), "data_batch_1")
-    assert not any(hasattr(value, "__defaults__") for value in cifar._ADMITTED.values())
-    assert cifar._Array.raw == b""
+        datasets.read_python((name + state + "b.").encode(), "data_batch_1")
+    assert not any(hasattr(value, "__defaults__") for value in datasets._ADMITTED.values())
+    assert datasets._Array.raw == b""
 
 
 @pytest.mark.parametrize(
@@ -90,27 +90,27 @@ def test_a_pickle_cannot_alter_what_it_names(name, state):
 )
 def test_pickles_of_other_things_are_refused(content, message):
     with pytest.raises(DataError, match=message):
-        cifar.read_python(pickle.dumps(content, protocol=2), "data_batch_1")
+        datasets.read_python(pickle.dumps(content, protocol=2), "data_batch_1")
 
 
 def test_truncated_files_are_refused():
     raw = pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2]}, protocol=2)
     for cut in (0, 1, 50, len(raw) - 1):
         with pytest.raises(DataError):
-            cifar.read_python(raw[:cut], "data_batch_1")
+            datasets.read_python(raw[:cut], "data_batch_1")
     with pytest.raises(DataError, match="records of 3073 bytes, got 3072"):
-        cifar.read_binary(bytes(3072), "test_batch.bin")
+        datasets.read_binary(bytes(3072), "test_batch.bin")
 
 
 def test_ptb_numbers_words_by_frequency(tmp_path, monkeypatch):
     monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
     make_ptb(tmp_path, train=" b a b\n b <unk> a\n", valid=" a c\n", test=" b\n")
-    text = corpus.ptb()
+    text = datasets.ptb()
     names = ["b", "<eos>", "a", "<unk>"]  # 3, 2, 2, 1 times; ties by the alphabet
     assert [names[i] for i in text.train] == ["b", "a", "b", "<eos>", "b", "<unk>", "a", "<eos>"]
     assert [names[i] for i in text.validation] == ["a", "<unk>", "<eos>"]
     assert text.lines.tolist() == [0, 4]
-    few = corpus.ptb(3)  # <unk> and the two most frequent
+    few = datasets.ptb(3)  # <unk> and the two most frequent
     assert few.words == 3
     assert few.train.tolist() == [1, 0, 1, 2, 1, 0, 0, 2]
 
@@ -120,13 +120,13 @@ def test_ptb_refuses_damage(tmp_path, monkeypatch):
     make_ptb(tmp_path, train=" a b\n", valid=" a\n", test=" b\n")
     (tmp_path / "ptb" / "ptb.valid.txt").write_text(" a a\n")
     with pytest.raises(DataError, match=r"ptb.valid.txt is damaged"):
-        corpus.ptb()
+        datasets.ptb()
     (tmp_path / "ptb" / "ptb.valid.txt").unlink()
     with pytest.raises(DataError, match=r"cannot read .*ptb.valid.txt: No such file"):
-        corpus.ptb()
+        datasets.ptb()
     make_ptb(tmp_path, train=" a b\n", valid=" a z\n", test=" b\n")
     with pytest.raises(DataError, match=r"ptb.valid.txt has the word 'z'"):
-        corpus.ptb()
+        datasets.ptb()
 
 
 def test_image_folder_reads_grey_palette_and_odd_sizes(tmp_path):
@@ -183,7 +183,7 @@ def test_data_dir_must_be_named_and_there(tmp_path, monkeypatch):
         data_dir()
     monkeypatch.setenv("RTOPK_DATA", str(tmp_path))
     with pytest.raises(DataError, match="holds no cifar-10-batches-py or cifar-10-batches-bin"):
-        find(*cifar.FOLDERS)
+        find(*datasets.CIFAR_FOLDERS)
 
 
 def test_data_check_says_what_is_found(tmp_path):
@@ -206,9 +206,9 @@ def test_data_check_says_what_is_found(tmp_path):
 
 def test_a_folder_of_the_binary_version_that_lacks_a_file_is_told_so(tmp_path):
     make_cifar(tmp_path, per_batch=2, binary=True)
-    (tmp_path / cifar.FOLDERS[1] / "test_batch.bin").unlink()
+    (tmp_path / datasets.CIFAR_FOLDERS[1] / "test_batch.bin").unlink()
     with pytest.raises(DataError, match=r"cannot read .*test_batch\.bin"):
-        cifar.load_from(tmp_path / cifar.FOLDERS[1])
+        datasets.cifar10_from(tmp_path / datasets.CIFAR_FOLDERS[1])
 
 
 def test_sums_must_name_every_file(tmp_path):
@@ -216,36 +216,36 @@ def test_sums_must_name_every_file(tmp_path):
     sums = tmp_path / "ptb" / "MD5SUMS"
     sums.write_text("\n".join(sums.read_text().splitlines()[:2]) + "\nhalf-a-line\n")
     with pytest.raises(DataError, match=r"does not name ptb\..*\.txt"):
-        corpus.verified(tmp_path / "ptb", corpus.PTB)
+        datasets.verified(tmp_path / "ptb", datasets.PTB)
     write_sums(tmp_path / "ptb")
-    assert corpus.verified(tmp_path / "ptb", corpus.PTB)["ptb.train.txt"] == b" a b\n"
+    assert datasets.verified(tmp_path / "ptb", datasets.PTB)["ptb.train.txt"] == b" a b\n"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("RTOPK_DATA" not in os.environ, reason="needs the real data: RTOPK_DATA=folder")
 def test_the_real_data():
     assert [entry.state for entry in inventory.take() if entry.name != "ImageNet"] == ["ok"] * 5
-    train, test = cifar.load()
+    train, test = datasets.cifar10()
     binary = b"".join(
         bytes([int(label)]) + image.numpy().tobytes() for image, label in zip(*test, strict=True)
     )
-    assert hashlib.sha1(binary).hexdigest() == cifar.BINARY["test_batch.bin"]
+    assert hashlib.sha1(binary).hexdigest() == datasets.BINARY["test_batch.bin"]
     means = (train[0].double() / 255).mean((0, 2, 3))
     assert torch.allclose(means, torch.tensor([0.49140, 0.48216, 0.44653], dtype=torch.float64), atol=5e-5)
-    text = corpus.ptb()
+    text = datasets.ptb()
     assert [len(text.train), len(text.validation), len(text.test)] == [929_589, 73_760, 82_430]
     assert (text.words, len(text.lines)) == (10_000, 42_068)
 
 
 def test_a_benchmark_reads_its_images_with_the_same_care(tmp_path):
     """It once unpickled them plainly: RTOPK_DATA=evil rtopk bench compress ran the file."""
-    folder = tmp_path / cifar.FOLDERS[0]
+    folder = tmp_path / datasets.CIFAR_FOLDERS[0]
     folder.mkdir()
     bomb = {b"data": Bomb(str(tmp_path / "bang")), b"labels": [1]}
     (folder / "data_batch_1").write_bytes(pickle.dumps(bomb, protocol=2))
     with pytest.raises(DataError, match="only arrays, lists and strings"):
-        gradients.real(1000, 1, tmp_path)
+        workloads.real(1000, 1, tmp_path)
     assert not (tmp_path / "bang").exists()
     (tmp_path / "honest").mkdir()
     make_cifar(tmp_path / "honest", per_batch=4)
-    assert gradients.real(1000, 1, tmp_path / "honest").source.endswith("CIFAR-10")
+    assert workloads.real(1000, 1, tmp_path / "honest").source.endswith("CIFAR-10")

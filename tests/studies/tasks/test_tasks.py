@@ -11,10 +11,10 @@ from rtopk.seed import generator
 from rtopk.studies.tasks import catalogue as tasks
 from rtopk.studies.tasks import images
 from rtopk.studies.tasks.catalogue import load
-from rtopk.studies.tasks.corpus import Corpus
 from rtopk.studies.tasks.data import DataError
-from rtopk.studies.tasks.language import Carrying, Prediction
+from rtopk.studies.tasks.datasets import Corpus
 from rtopk.studies.tasks.models import Gpt, LanguageModel, ResNet, parameter_count, small_convnet
+from rtopk.studies.tasks.objectives import Carrying, Prediction
 from rtopk.studies.tasks.shards import Streams
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.execute import Interrupted, execute

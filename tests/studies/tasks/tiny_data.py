@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 from PIL import Image
 
-from rtopk.studies.tasks import cifar
+from rtopk.studies.tasks import datasets
 
 
 def write_sums(folder):
@@ -21,11 +21,11 @@ def write_sums(folder):
 def make_cifar(root, per_batch=20, binary=False):
     """Write six batches of noise; return their pixels and labels, in order."""
     rng = np.random.default_rng(0)
-    folder = root / cifar.FOLDERS[binary]
+    folder = root / datasets.CIFAR_FOLDERS[binary]
     folder.mkdir(parents=True)
     pixels = rng.integers(0, 256, (6 * per_batch, 3072), dtype=np.uint8)
     labels = [int(x) for x in rng.integers(0, 10, 6 * per_batch)]
-    for number, name in enumerate(cifar.BINARY if binary else cifar.PYTHON):
+    for number, name in enumerate(datasets.BINARY if binary else datasets.PYTHON):
         part = slice(number * per_batch, (number + 1) * per_batch)
         if binary:
             raw = b"".join(

@@ -10,7 +10,7 @@ from torch import nn
 
 from rtopk.seed import generator
 from rtopk.studies.tasks.catalogue import digits
-from rtopk.studies.tasks.classify import Classification
+from rtopk.studies.tasks.objectives import Classification
 from rtopk.studies.tasks.shards import Examples
 from rtopk.studies.train.config import ADDED, Config, methods
 from rtopk.studies.train.execute import Interrupted, execute

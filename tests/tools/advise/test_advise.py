@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rtopk.studies.bench.link import METHODS, Row
+from rtopk.studies.bench.link import METHODS, LinkRow
 from rtopk.tools.advise import Link, Machine, Workload, choose, predict, reference
-from rtopk.tools.advise.choose import name
-from rtopk.tools.advise.compare import compare, median_error
-from rtopk.tools.advise.cost import HEADERS, _buckets
+from rtopk.tools.advise.advice import Scenario, compare, median_error, simulate
+from rtopk.tools.advise.cost import HEADERS, _buckets, workload
 from rtopk.tools.advise.machine import Line, fit
-from rtopk.tools.advise.model import workload
-from rtopk.tools.advise.simulate import Scene, simulate
 
 FREE = Machine(
     "costs nothing",
@@ -29,7 +26,7 @@ SHAPES = ((1000, 1000), (1000,), (1000, 500))
 
 
 def by_name(machine, work, link):
-    return {name(p): p for p in predict(machine, work, link)}
+    return {p.label: p for p in predict(machine, work, link)}
 
 
 def test_without_costs_only_the_wire_is_left():
@@ -97,7 +94,7 @@ def row(method, density, values, **parts):
     fixed = {"model": "m", "size": 10**6, "mbit": None, "nodes": 2, "off_ms": 5.0, "compute_ms": 0.0}
     times = {"step_ms": 5.0, "step_low_ms": 5.0, "step_high_ms": 5.0, "wire_bytes": 0.0}
     given = {**fixed, **times, **zero, "payload_bytes": 0, **parts}
-    return Row(method=method, density=density, values=values, **given)
+    return LinkRow(method=method, density=density, values=values, **given)
 
 
 def test_fit_finds_the_costs_that_rows_were_made_from():
@@ -154,13 +151,13 @@ def test_what_sends_more_is_preferred_where_it_is_nearly_as_fast():
 
 
 def test_all_gather_loses_to_dense_when_nodes_are_many():
-    scene = Scene("made up", 10_000_000, 0.0, 0.0)
-    points = {p.nodes: p for p in simulate(FREE, [scene], nodes=(2, 16, 256, 4096), mbits=(100.0,))}
+    scenario = Scenario("made up", 10_000_000, 0.0, 0.0)
+    points = {p.nodes: p for p in simulate(FREE, [scenario], nodes=(2, 16, 256, 4096), mbits=(100.0,))}
     crossing = (
-        8 * 10_000_000 / next(p.payload_bytes for p in points[2].predictions if name(p) == "rtopk 1 % fp16")
+        8 * 10_000_000 / next(p.payload_bytes for p in points[2].predictions if p.label == "rtopk 1 % fp16")
     )
     for nodes, point in points.items():
-        found = {name(p): p.received_bytes for p in point.predictions}
+        found = {p.label: p.received_bytes for p in point.predictions}
         assert (found["rtopk 1 % fp16"] > found["dense"]) == (nodes > crossing)
 
 

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 
-from rtopk.tools.advise import probe
+from rtopk.tools.advise.machine import listen, probe
 
 
 def free_port():
@@ -18,7 +18,7 @@ def listening(port):
 
     def run():
         try:
-            probe.listen(port, "127.0.0.1")
+            listen(port, "127.0.0.1")
         except ConnectionError as error:
             errors.append(str(error))
 
@@ -31,7 +31,7 @@ def listening(port):
 def test_probe_measures_and_the_listener_ends():
     port = free_port()
     thread, errors = listening(port)
-    found = probe.probe("127.0.0.1", port, seconds=0.1)
+    found = probe("127.0.0.1", port, seconds=0.1)
     thread.join(timeout=30)
     assert not thread.is_alive()
     assert not errors

@@ -9,12 +9,12 @@ import pytest
 from records import a_table, made_up
 from scipy import stats
 
-from rtopk.tools.report import figures, paper, tables, words
-from rtopk.tools.report.figures import per_round, spent
+from rtopk.tools.report import plots, summary
 from rtopk.tools.report.inputs import Inputs, Study
+from rtopk.tools.report.measurements import show
 from rtopk.tools.report.page import Page
+from rtopk.tools.report.plots import per_round, spent
 from rtopk.tools.report.series import collect, difference, estimate
-from rtopk.tools.report.studies import show
 from rtopk.tools.show import palette
 
 
@@ -47,21 +47,21 @@ def test_the_sentence_says_what_the_figures_say():
     runs += [made_up("top-k", 0.01, s, 93.0 + 0.1 * s) for s in range(3)]
     runs += [made_up("rtop-k", 0.01, s, 94.9 + 0.1 * s) for s in range(3)]
     (series,) = collect(runs).values()
-    text = words.what_it_shows(series)
+    text = summary.what_it_shows(series)
     assert text.startswith(
         "digits, distributed: rtop-k 99 % reached 95.00 ± 0.25 accuracy and sent 50.0 times fewer"
     )
     assert "which reached 95.10 ± 0.25: -0.10 ± 0.23, no difference that these seeds could show." in text
-    assert "-2.00 ± 0.23, a clear difference." in words.what_it_shows(series[:2])
-    assert "from one seed" in words.what_it_shows(collect(runs[::3])["digits, distributed"])
-    assert words.what_it_shows(series[1:2]).endswith("top-k 99 % reached 93.10 ± 0.25 accuracy.")
+    assert "-2.00 ± 0.23, a clear difference." in summary.what_it_shows(series[:2])
+    assert "from one seed" in summary.what_it_shows(collect(runs[::3])["digits, distributed"])
+    assert summary.what_it_shows(series[1:2]).endswith("top-k 99 % reached 93.10 ± 0.25 accuracy.")
 
 
 def test_lower_is_better_for_perplexity():
     runs = [made_up("top-k", 0.01, 0, 120.0), made_up("rtop-k", 0.01, 0, 100.0)]
     for run in runs:
         run["higher_is_better"] = False
-    assert "rtop-k 99 % reached 100.00" in words.what_it_shows(collect(runs)["digits, distributed"])
+    assert "rtop-k 99 % reached 100.00" in summary.what_it_shows(collect(runs)["digits, distributed"])
 
 
 def test_ledger_and_times_are_the_differences_of_the_records():
@@ -70,8 +70,8 @@ def test_ledger_and_times_are_the_differences_of_the_records():
     assert per_round(series[0], "received_bytes") == [80.0] * 5
     # 0.05 s in ten rounds of five nodes is one millisecond a node and round.
     assert spent(series[0]) == {"gradient": 1.0, "compress": 2.0, "exchange": 1.0, "apply": 2.0}
-    assert ">20<" in tables.ledger({"x": series})
-    assert ">1,000<" in tables.ledger({"x": series})
+    assert ">20<" in summary.ledger({"x": series})
+    assert ">1,000<" in summary.ledger({"x": series})
 
 
 def test_the_paper_is_beside_ours_where_a_record_carries_it():
@@ -81,7 +81,7 @@ def test_the_paper_is_beside_ours_where_a_record_carries_it():
         {**made_up(score=92.0), "paper": {**where, "row": "rTop-k 99 %", "value": 93.25}},
         {**made_up("top-k", score=88.0), "paper": {**where, "row": "Top-k 99 %", "value": None}},
     ]
-    shown = paper.tables(collect(runs))
+    shown = summary.beside_paper(collect(runs))
     assert "Table 1 of the paper: ResNet-18 on CIFAR-10; ours at scale small" in shown
     cells = re.findall(r"<tr><th scope=\"row\">(.*?)</tr>", shown)
     assert [re.sub(r"</?t[hd]>", " ", cell).split() for cell in cells] == [
@@ -89,13 +89,13 @@ def test_the_paper_is_beside_ours_where_a_record_carries_it():
         ["rTop-k", "99", "%", "93.25", "92.00", "-1.25", "+0.85", "+1.00", "1"],
         ["Top-k", "99", "%", "–", "88.00", "–", "–", "-3.00", "1"],
     ]
-    assert paper.tables(collect([made_up()])) == ""
+    assert summary.beside_paper(collect([made_up()])) == ""
 
 
 def test_the_choice_of_learning_rates_is_shown():
     choice = {"kind": "choice", "table": "table-2", "scale": "small", "row": "Top-k 99 %", "metric": "accuracy",
               "grid": [0.005, 0.015], "scores": [10.24, 11.0], "chosen": 0.015}  # fmt: skip
-    shown = paper.tuning([choice])
+    shown = summary.tuning([choice])
     assert "0.005: 10.24, 0.015: 11.00" in shown
     assert ">0.015<" in shown
 
@@ -124,7 +124,7 @@ def test_a_link_benchmark_has_a_chart_for_each_link():
 
 def test_methods_that_sent_as_much_stay_near_their_place():
     runs = [made_up("top-k", 0.01, nodes=n) for n in range(1, 10)]
-    shown = figures.panel("x", collect(runs)["digits, distributed"])["series"]
+    shown = plots.panel("x", collect(runs)["digits, distributed"])["series"]
     places = [one["at"] / one["sent"] for one in shown]
     assert len(set(places)) == 9
     assert max(places) / min(places) < 1.51
@@ -202,7 +202,7 @@ def test_a_run_that_diverged_is_shown():
         point.update(accuracy=math.nan, loss=math.inf)
     page = Page(Inputs([run, made_up("dense", 1.0)]))
     json.dumps(page.model(), allow_nan=False)
-    assert "nan" in tables.summary(page.panels)
+    assert "nan" in summary.methods(page.panels)
     assert page.html()
 
 

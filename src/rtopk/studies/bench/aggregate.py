@@ -6,6 +6,7 @@ growth of the process's peak over what the payloads take, measured by the kernel
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,12 @@ def measure(clients: int = 100, d: int = RESNET, density: float = 0.01, runs: in
     vectors = [_intake(d, density, known=clients).decode(offer) for offer in offers]
     times: dict[str, list[float]] = {"floor": [], "torch": [], "decode": [], "average": [], "first": []}
     for _ in range(runs):
-        times["floor"].append(_timed(lambda: _floor(vectors, d)))
-        times["torch"].append(_timed(lambda: _torch(vectors, d)))
+        times["floor"].append(
+            _timed(lambda: _add(vectors, d, lambda t, v: subtract_(t, v.indices, v.values)))
+        )
+        times["torch"].append(
+            _timed(lambda: _add(vectors, d, lambda t, v: t.index_add_(0, v.indices, v.values)))
+        )
         times["average"].append(_timed(lambda: _intake(d, density, known=clients).average(offers, model)))
         times["decode"].append(_timed(lambda: [_intake(d, density, known=clients).decode(o) for o in offers]))
     times["first"].append(_timed(lambda: _intake(d, density, known=0).average(offers, model)))
@@ -82,18 +87,10 @@ def _intake(d: int, density: float, known: int) -> Intake:
     return intake
 
 
-def _floor(vectors: list[SparseVector], d: int) -> torch.Tensor:
+def _add(vectors: list[SparseVector], d: int, add: Callable[[torch.Tensor, SparseVector], object]) -> None:
     total = torch.zeros(d)
     for vector in vectors:
-        subtract_(total, vector.indices, vector.values)
-    return total
-
-
-def _torch(vectors: list[SparseVector], d: int) -> torch.Tensor:
-    total = torch.zeros(d)
-    for vector in vectors:
-        total.index_add_(0, vector.indices, vector.values)
-    return total
+        add(total, vector)
 
 
 def _timed(action: Any) -> float:

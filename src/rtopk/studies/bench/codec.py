@@ -24,14 +24,14 @@ from rtopk.codec import Codec
 from rtopk.seed import generator
 from rtopk.select import draw, rtop_k
 from rtopk.sparse import SparseVector
-from rtopk.studies.bench.gradients import real
+from rtopk.studies.bench.workloads import real
 from rtopk.wire.values import BY_NAME, FORMS
 
 RESNET = 11_173_962
 
 
 @dataclass(frozen=True)
-class Plan:
+class CodecPlan:
     """What is measured."""
 
     sizes: tuple[int, ...] = (1_000_000, RESNET, 66_000_000)
@@ -42,11 +42,11 @@ class Plan:
     data_dir: Path | None = None
 
 
-QUICK = Plan(timed=(RESNET,), runs=5)
+QUICK = CodecPlan(timed=(RESNET,), runs=5)
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecRow:
     """One way to send k of d entries."""
 
     d: int
@@ -66,16 +66,16 @@ class Row:
 class Measured:
     """Rows, and the time of one add_ over d beside them."""
 
-    rows: list[Row]
+    rows: list[CodecRow]
     add_ms: dict[int, float]
 
 
 Way = tuple[str, str, Callable[[], Any], Callable[[Any], Any], Callable[[Any], int], float]
 
 
-def measure(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> Measured:
+def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None) -> Measured:
     """Measure every way on uniform positions and on positions of real gradients."""
-    rows: list[Row] = []
+    rows: list[CodecRow] = []
     adds: dict[int, float] = {}
     for d in plan.sizes:
         for density in plan.densities:
@@ -106,7 +106,7 @@ def _compare(
     rivals: bool,
     runs: int,
     adds: dict[int, float],
-) -> Iterator[Row]:
+) -> Iterator[CodecRow]:
     d, k = vector.size, len(vector)
     ways = [_ours(vector, form) for form in forms] + (list(_rivals(vector)) if rivals else [])
     times: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(ways))}
@@ -124,7 +124,7 @@ def _compare(
         total = 8 * size(payloads[i]) / k
         encode_ms, decode_ms = (min(column) for column in zip(*times[i], strict=True))
         bits = total - value_bits, bound_bits(d, k), total
-        yield Row(d, k, k / d, data, values, method, *bits, encode_ms, decode_ms)
+        yield CodecRow(d, k, k / d, data, values, method, *bits, encode_ms, decode_ms)
 
 
 def _ours(vector: SparseVector, values: str) -> Way:

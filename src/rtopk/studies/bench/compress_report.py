@@ -1,17 +1,31 @@
-"""The result of `rtopk bench compress` as tables: on the terminal with rich, or as Markdown for the docs."""
+"""What is measured beside the times of `rtopk bench compress`, and its result as tables: terminal, or Markdown."""
 
-import platform
+import os
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from rtopk.studies.bench.compress import DENSITIES, Bar, Row, bars, breakdown, peak_memory, second_scans
-from rtopk.studies.bench.gradients import real, synthetic
+from rtopk.kernels import reaches
+from rtopk.seed import generator
+from rtopk.select import draw_largest
+from rtopk.sparsifier import Sparsifier
+from rtopk.studies.bench.compress import DENSITIES, FACTOR, WARM, Bar, CompressRow, Floor, Fused, bars
+from rtopk.studies.bench.workloads import Gradients, real, synthetic
+from rtopk.studies.tasks.catalogue import wide_digits
+from rtopk.studies.train.config import Config
+from rtopk.studies.train.loop import Run
+from rtopk.studies.train.records import processor
+from rtopk.tools.show import tables
 
-Measured = list[tuple[str, list[Row]]]  # what the gradients are, and their rows
+Measured = list[tuple[str, list[CompressRow]]]  # what the gradients are, and their rows
 HEAD = ("gradients", "d", "density", "threads", "floor ms", "rtopk ms", "rtopk", "dgc", "topk")
 NOTE = "rtopk, dgc, topk: times the floor, the median of the ratios within a repetition"
 
@@ -25,24 +39,90 @@ class Extras:
     parts: dict[tuple[int, float], dict[str, float]]  # threads, density -> part of a step, times the floor
 
 
+def breakdown(gradients: Gradients, threads: int, density: float, repetitions: int = 11) -> dict[str, float]:
+    """Say where a step spends its time, each part as the median of its ratios to the floor.
+
+    The check is what `add` does first; here it is timed by itself, and taken off the time of `add`.
+    """
+    d, flush = gradients.size, torch.zeros(32_000_000)
+    floor, method = Floor(d, 0), Fused(d, round(density * d))
+    ratios: dict[str, list[float]] = {"check": [], "pass": [], "select": [], "subtract": []}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for step in range(-WARM, repetitions):
+        gradient = gradients.at(step + WARM)
+        flush.sum()
+        least = _seconds(partial(floor.step, gradient, 0))[0]
+        flush.sum()
+        check = _seconds(partial(reaches, gradient, 2.0**100))[0]
+        flush.sum()
+        search, r = method.node.search, FACTOR * method.k
+        search.aim(r, d)  # before there is a guess, from zero
+        adding, vector = _seconds(partial(method.memory.add, gradient, search))
+        selecting, sent = _seconds(partial(draw_largest, vector, method.k, r, generator(step), search))
+        taking = _seconds(partial(method.memory.subtract, sent))[0]
+        if step >= 0:
+            taken = {"check": check, "pass": adding - check, "select": selecting, "subtract": taking}
+            for name, seconds in taken.items():
+                ratios[name].append(seconds / least)
+    torch.set_num_threads(before)
+    return {name: statistics.median(found) for name, found in ratios.items()}
+
+
+def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
+
+
+def peak_memory(gradients: Gradients, density: float = 0.001) -> float:
+    """Return the extra memory of a step at its peak, as a share of the vector.
+
+    Extra is all but gradient and residual, the arrays that are kept for the next step included. Every array
+    of the step is made by numpy, which reports to tracemalloc.
+    """
+    d = gradients.size
+    warm = Fused(100_000, 100)  # compiles the loops
+    for step in range(3):
+        warm.step(gradients.vectors[step][:100_000], step)
+    tracemalloc.start()
+    try:
+        method = Fused(d, round(density * d))
+        for step in range(WARM):
+            method.step(gradients.at(step), step)
+        peak = 0.0
+        for step in range(WARM, WARM + 6):
+            tracemalloc.reset_peak()
+            method.step(gradients.at(step), step)
+            peak = max(peak, tracemalloc.get_traced_memory()[1])
+        return peak / (4 * d) - 1.0  # without the residual
+    finally:
+        tracemalloc.stop()
+
+
+def second_scans(steps: int = 400, density: float = 0.01) -> tuple[int, int, float]:
+    """Train an MLP on digits; return d, steps and the share of steps that needed a second scan."""
+    config = Config(
+        nodes=1, rounds=steps, density=density, r_over_k=FACTOR, momentum=0.0, learning_rate=0.1,
+        rate_schedule="constant",
+    )  # fmt: skip
+    run = Run(config, wide_digits(256)(config))
+    for _ in range(steps):
+        run.advance()
+    node = run.nodes[0].sparsifier
+    assert isinstance(node, Sparsifier)
+    return run.layout.size, steps, node.search.second_scans / node.search.steps
+
+
 def measure_extras(quick: bool) -> Extras:
     """Measure peak memory and the share of second scans."""
     gradients = synthetic(11_200_000, 3)
     held = gradients, real(11_200_000, 3)
     steps = 300 if quick else 2000
     return Extras(
-        {
-            density: max(peak_memory(each, density) for each in held)
-            for density in DENSITIES
-            if density == 0.001 or not quick
-        },
-        {density: second_scans(steps, density) for density in DENSITIES},
-        {
-            (threads, density): breakdown(gradients, threads, density)
-            for threads in (1, 2)
-            for density in DENSITIES
-            if not quick
-        },
+        {d: max(peak_memory(each, d) for each in held) for d in DENSITIES if d == 0.001 or not quick},
+        {d: second_scans(steps, d) for d in DENSITIES},
+        {(t, d): breakdown(gradients, t, d) for t in (1, 2) for d in DENSITIES if not quick},
     )
 
 
@@ -63,8 +143,7 @@ def show(measured: Measured, extras: Extras) -> None:
 
 def markdown(measured: Measured, extras: Extras) -> str:
     """Return everything as Markdown."""
-    text = [f"Machine: {machine()}.", "", _row(HEAD), _row(["---"] * len(HEAD))]
-    text += [_row(line) for line in lines(measured)]
+    text = [f"Machine: {machine()}.", "", *tables.markdown(HEAD, lines(measured), right=False)]
     text += ["", f"({NOTE}.)", "", *(f"- {remark}" for remark in remarks(extras)), ""]
     checked = all_bars(measured, extras)
     missed = [bar for bar in checked if not bar.met]
@@ -77,7 +156,7 @@ def lines(measured: Measured) -> list[list[str]]:
     """Return the cells of the table, a line for each setting."""
     found = []
     for source, rows in measured:
-        by_setting: dict[tuple[int, float, int], dict[str, Row]] = {}
+        by_setting: dict[tuple[int, float, int], dict[str, CompressRow]] = {}
         for row in rows:
             by_setting.setdefault((row.d, row.density, row.threads), {})[row.method] = row
         for (d, density, threads), of in by_setting.items():
@@ -119,10 +198,4 @@ def remarks(extras: Extras) -> list[str]:
 
 def machine() -> str:
     """Name the processor."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
-    return f"{len(names)} x {names[0].split(':')[1].strip()}" if names else platform.processor()
-
-
-def _row(cells: list[str] | tuple[str, ...]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return f"{os.cpu_count()} x {processor()}"

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 PREFIX = "rtopk"
 SUBNET = ipaddress.ip_network("10.77.0.0/24")  # seen only inside the namespaces
@@ -36,7 +35,7 @@ class HostsUnavailableError(RuntimeError):
     """This machine cannot make hosts; the message says why and what to do."""
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Say what is missing to make hosts, or None."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
@@ -76,7 +75,7 @@ class Hosts:
         self._watcher: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Hosts":
-        reason = why_not()
+        reason = unavailable_reason()
         if reason is not None:
             raise HostsUnavailableError(
                 f"{reason}. Without shaped links, use --loopback: all ranks on 127.0.0.1"
@@ -97,9 +96,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -111,26 +108,16 @@ class Hosts:
 
     def _make(self) -> None:
         for name in (*self.names, self.bridge):
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", self.bridge, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", self.bridge, "link", "set", "br0", "up")
+            _run(f"ip netns add {name}")
+            _run(f"ip -n {name} link set lo up")
+        _run(f"ip -n {self.bridge} link add br0 type bridge")
+        _run(f"ip -n {self.bridge} link set br0 up")
         for host, name in enumerate(self.names):
-            port = f"port{host}"
-            peer = ("peer", "name", port, "netns", self.bridge)
-            _run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", *peer)
-            _run(
-                "ip",
-                "-n",
-                name,
-                "addr",
-                "add",
-                f"{self.addresses[host]}/{SUBNET.prefixlen}",
-                "dev",
-                INTERFACE,
-            )
-            _run("ip", "-n", self.bridge, "link", "set", port, "master", "br0", "up")
-            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            peer = f"peer name port{host} netns {self.bridge}"
+            _run(f"ip -n {name} link add {INTERFACE} type veth {peer}")
+            _run(f"ip -n {name} addr add {self.addresses[host]}/{SUBNET.prefixlen} dev {INTERFACE}")
+            _run(f"ip -n {self.bridge} link set port{host} master br0 up")
+            _run(f"ip -n {name} link set {INTERFACE} up")
 
     def shape(self, mbit: float | None) -> None:
         """Limit every host's link to `mbit` Mbit/s in each direction; None takes limits away."""
@@ -138,14 +125,11 @@ class Hosts:
             raise ValueError(f"mbit must be positive, got {mbit}")
         for host, name in enumerate(self.names):
             for place, device in ((name, INTERFACE), (self.bridge, f"port{host}")):
-                subprocess.run(
-                    ["tc", "-n", place, "qdisc", "del", "dev", device, "root"], capture_output=True
-                )
+                qdisc = f"dev {device} root"
+                subprocess.run(f"tc -n {place} qdisc del {qdisc}".split(), capture_output=True)
                 if mbit is not None:
-                    rate = f"{round(mbit * 1000)}kbit"
-                    burst = str(burst_bytes(mbit))
-                    limit = ("rate", rate, "burst", burst, "latency", LATENCY)
-                    _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+                    limit = f"rate {round(mbit * 1000)}kbit burst {burst_bytes(mbit)} latency {LATENCY}"
+                    _run(f"tc -n {place} qdisc add {qdisc} tbf {limit}")
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """Return the command that runs another one on a host."""
@@ -174,7 +158,7 @@ def remove_stale() -> list[str]:
     return stale
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise HostsUnavailableError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise HostsUnavailableError(f"`{command}` failed: {done.stderr.strip()}")

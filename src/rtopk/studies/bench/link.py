@@ -1,7 +1,7 @@
 """Does it pay? The step time and bytes of every method on shaped links between hosts on this machine.
 
 Ranks are real processes under DDP on Gloo; computation is replaced by waiting for as long as a real step of
-this model takes on one core (see `standin.py`), because several ranks on few cores would hide the link.
+this model takes on one core (see `workloads.py`), because several ranks on few cores would hide the link.
 Methods are visited in turn, several times, so that other load on the machine meets all of them alike.
 """
 
@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rtopk.studies.bench.fleet import Fleet
 from rtopk.studies.bench.hosts import Hosts
+from rtopk.studies.bench.ranks import Ranks
+from rtopk.tools.show.labels import rate, with_density
 
 METHODS: tuple[tuple[str, float | None, str | None], ...] = (
     ("dense", None, None),
@@ -32,7 +33,7 @@ SLOW = 10.0  # seconds; steps longer than this are taken once, they need no medi
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinkPlan:
     """What to measure."""
 
     models: tuple[str, ...] = ("resnet18", "lstm1500")
@@ -45,11 +46,11 @@ class Plan:
     methods: tuple[tuple[str, float | None, str | None], ...] = METHODS
 
 
-QUICK = Plan(models=("resnet18",), mbits=(100.0,), rounds=2, steps=2)
+QUICK = LinkPlan(models=("resnet18",), mbits=(100.0,), rounds=2, steps=2)
 
 
 @dataclass(frozen=True)
-class Row:
+class LinkRow:
     """One method in one cell: medians over steps of the slowest rank's time; bytes per rank and step."""
 
     model: str
@@ -74,20 +75,25 @@ class Row:
     cpu_ms: float = 0.0  # that one rank's threads worked in a step, in the kernel too
 
     @property
+    def label(self) -> str:
+        """Name the method with its density and values."""
+        return with_density(self.method, self.density, self.values)
+
+    @property
     def key(self) -> tuple[str, float | None, int, str, float | None, str | None]:
         """What tells rows apart."""
         return self.model, self.mbit, self.nodes, self.method, self.density, self.values
 
 
 def measure(
-    plan: Plan, tell: Callable[[str], None] = lambda text: None, done: Sequence[Row] = ()
-) -> Iterator[list[Row]]:
+    plan: LinkPlan, tell: Callable[[str], None] = lambda text: None, done: Sequence[LinkRow] = ()
+) -> Iterator[list[LinkRow]]:
     """Measure cell by cell, leaving out what is done; a cell is a model at a rate with a number of nodes."""
     have = {row.key for row in done}
     if plan.loopback:
         plan = replace(plan, mbits=(None,))
 
-    def missing(model: str, mbit: float | None, nodes: int) -> Plan:
+    def missing(model: str, mbit: float | None, nodes: int) -> LinkPlan:
         left = tuple(key for key in plan.methods if (model, mbit, nodes, *key) not in have)
         return replace(plan, methods=left)
 
@@ -100,20 +106,20 @@ def measure(
         with ExitStack() as stack:
             tell(f"starting {nodes} ranks")
             hosts = None if plan.loopback else stack.enter_context(Hosts(nodes))
-            fleet = stack.enter_context(Fleet(nodes, hosts))
+            ranks = stack.enter_context(Ranks(nodes, hosts))
             for model in todo:
                 if hosts is not None:
                     hosts.shape(None)
                 tell(f"loading {model} on {nodes} ranks")
-                size = fleet.order("load", model=model)[0]["size"]
-                compute = plan.compute_ms or fleet.order_first("compute")["compute_ms"]
+                size = ranks.order("load", model=model)[0]["size"]
+                compute = plan.compute_ms or ranks.order_first("compute")["compute_ms"]
                 for mbit in plan.mbits:
                     left = missing(model, mbit, nodes)
                     if not left.methods:
                         continue
                     if hosts is not None:
                         hosts.shape(mbit)
-                    yield measure_cell(left, fleet, Cell(model, size, mbit, nodes, compute), tell)
+                    yield measure_cell(left, ranks, Cell(model, size, mbit, nodes, compute), tell)
 
 
 @dataclass(frozen=True)
@@ -130,17 +136,16 @@ class Cell:
         """Return about how long the wire takes in a step of the large methods, to know how often to take it."""
         if self.mbit is None:
             return 0.0
-        received = {
-            "dense": 2 / self.nodes * 4.0,
-            "fp16": 2 / self.nodes * 2.0,
-            "topk-allgather": 12 * (density or 0.0),
-        }.get(method, 0.0)
+        share = 2 / self.nodes
+        received = {"dense": 4 * share, "fp16": 2 * share, "topk-allgather": 12 * (density or 0.0)}.get(
+            method, 0.0
+        )
         return (self.nodes - 1) * received * self.size * 8 / (self.mbit * 1e6)
 
 
-def measure_cell(plan: Plan, fleet: Fleet, cell: Cell, tell: Callable[[str], None]) -> list[Row]:
+def measure_cell(plan: LinkPlan, ranks: Ranks, cell: Cell, tell: Callable[[str], None]) -> list[LinkRow]:
     """Visit every method in turn, on ranks that have loaded the model."""
-    barrier = statistics.mean(answer["bytes"] for answer in fleet.order("barriers"))
+    barrier = statistics.mean(answer["bytes"] for answer in ranks.order("barriers"))
     visits: dict[Any, list[list[dict[str, Any]]]] = {}
     for turn in range(plan.rounds):
         for number, key in enumerate((OFF, *plan.methods)):
@@ -148,22 +153,15 @@ def measure_cell(plan: Plan, fleet: Fleet, cell: Cell, tell: Callable[[str], Non
             slow = cell.seconds(method, density) > SLOW
             if slow and turn:
                 continue
-            rate = "unshaped" if cell.mbit is None else f"{cell.mbit:g} Mbit/s"
+            number += turn * (len(plan.methods) + 1) + 1
             tell(
-                f"{cell.model}, {cell.nodes} nodes, {rate}: {method} {density or ''} {values or ''} "
-                f"({turn * (len(plan.methods) + 1) + number + 1} of {plan.rounds * (len(plan.methods) + 1)})"
+                f"{cell.model}, {cell.nodes} nodes, {rate(cell.mbit)}: {method} {density or ''} {values or ''} "
+                f"({number} of {plan.rounds * (len(plan.methods) + 1)})"
             )
-            answers = fleet.order(
-                "visit",
-                method=method,
-                density=density,
-                values=values,
-                steps=1 if slow else plan.steps,
-                warm=0 if slow else 1 if method in ("off", "dense", "fp16") else WARM,
-                compute_ms=cell.compute_ms,
-                keep=cell.size < 20_000_000
-                and turn + 1 < plan.rounds,  # residuals of large models fill memory
-            )
+            visit = {"method": method, "density": density, "values": values, "compute_ms": cell.compute_ms}
+            warm = 0 if slow else 1 if method in ("off", "dense", "fp16") else WARM
+            keep = cell.size < 20_000_000 and turn + 1 < plan.rounds  # residuals of large models fill memory
+            answers = ranks.order("visit", **visit, steps=1 if slow else plan.steps, warm=warm, keep=keep)
             visits.setdefault(key, []).append(answers)
     off = _times(visits[OFF])
     return [_row(plan, cell, key, visits[key], statistics.median(off), barrier) for key in plan.methods]
@@ -179,13 +177,13 @@ def _times(visits: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
 
 
 def _row(
-    plan: Plan,
+    plan: LinkPlan,
     cell: Cell,
     key: tuple[str, float | None, str | None],
     visits: Sequence[Sequence[dict[str, Any]]],
     off_ms: float,
     barrier: float,
-) -> Row:
+) -> LinkRow:
     steps = [step for answers in visits for answer in answers for step in answer["steps"]]
     times = _times(visits)
     step_ms = statistics.median(times)
@@ -198,36 +196,23 @@ def _row(
         (answer["received"] - barrier) / len(answer["steps"]) for answers in visits for answer in answers
     )
     method, density, values = key
-    return Row(
-        model=cell.model,
-        size=cell.size,
-        mbit=cell.mbit,
-        nodes=cell.nodes,
-        method=method,
-        density=density,
-        values=values,
-        step_ms=step_ms,
-        step_low_ms=low,
-        step_high_ms=high,
-        off_ms=off_ms,
-        compute_ms=cell.compute_ms,
-        select_ms=part["select"],
-        codec_ms=codec_ms,
-        encode_ms=part["encode"],
-        average_ms=part["average"],
-        exchange_ms=1e3 * statistics.median(told) if told else left,
-        wire_bytes=wire
-        / (cell.nodes if plan.loopback else 1),  # lo counts the traffic of all ranks, and of others
+    if plan.loopback:
+        wire /= cell.nodes  # lo counts the traffic of all ranks, and of others
+    return LinkRow(
+        cell.model, cell.size, cell.mbit, cell.nodes, method, density, values,
+        step_ms=step_ms, step_low_ms=low, step_high_ms=high, off_ms=off_ms, compute_ms=cell.compute_ms,
+        select_ms=part["select"], codec_ms=codec_ms, encode_ms=part["encode"], average_ms=part["average"],
+        exchange_ms=1e3 * statistics.median(told) if told else left, wire_bytes=wire,
         payload_bytes=round(statistics.mean(step["payload"] for step in steps)),
         cpu_ms=1e3 * statistics.median(step["cpu"] for step in steps),
-    )
+    )  # fmt: skip
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+def as_json(rows: Sequence[LinkRow]) -> dict[str, Any]:
     """Return the rows as one JSON object."""
     return {"rows": [asdict(row) for row in rows]}
 
 
-def from_json(data: Mapping[str, Any]) -> list[Row]:
+def from_json(data: Mapping[str, Any]) -> list[LinkRow]:
     """Read what `as_json` returned."""
-    return [Row(**row) for row in data["rows"]]
+    return [LinkRow(**row) for row in data["rows"]]

@@ -1,15 +1,19 @@
-"""The rows of `rtopk bench link` as tables: for the terminal, and in Markdown for docs/links.md."""
+"""The rows of `rtopk bench link` as tables (terminal, Markdown for docs/links.md) and as a picture."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from rtopk.studies.bench.link import METHODS, Row
+from rtopk.studies.bench.link import METHODS, LinkRow
+from rtopk.tools.show.labels import rate, with_density
+from rtopk.tools.show.palette import mixed, style
+from rtopk.tools.show.tables import markdown as markdown_table
+from rtopk.tools.show.terminal import table
 
-COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("method", lambda row: label(row)),
+COLUMNS: tuple[tuple[str, Callable[[LinkRow], str]], ...] = (
+    ("method", lambda row: row.label),
     ("step ms", lambda row: f"{row.step_ms:,.0f}"),
     ("quartiles", lambda row: f"{row.step_low_ms:,.0f}–{row.step_high_ms:,.0f}"),
     ("/ off", lambda row: f"{row.step_ms / row.off_ms:.2f}"),
@@ -26,17 +30,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 NARROW = ("method", "step ms", "/ off", "select", "codec", "exchange", "payload B", "wire / due")
 
 
-def label(row: Row) -> str:
-    """Name a row's method with its density and values."""
-    parts = [row.method]
-    if row.density is not None:
-        parts.append(f"{100 * row.density:g} %")
-    if row.values is not None:
-        parts.append(row.values)
-    return " ".join(parts)
-
-
-def due_bytes(row: Row) -> float:
+def due_bytes(row: LinkRow) -> float:
     """Return what a rank must receive: payload x fan-out.
 
     All-gather brings the payloads of the other nodes; a ring all-reduce brings 2 (n - 1) / n of one.
@@ -47,16 +41,15 @@ def due_bytes(row: Row) -> float:
     return row.payload_bytes * fan_out
 
 
-def title(row: Row) -> str:
+def title(row: LinkRow) -> str:
     """Name the cell of a row."""
-    rate = "unshaped" if row.mbit is None else f"{row.mbit:g} Mbit/s"
     return (
-        f"{row.model} ({row.size / 1e6:.1f} M), {row.nodes} nodes, {rate}; "
+        f"{row.model} ({row.size / 1e6:.1f} M), {row.nodes} nodes, {rate(row.mbit)}; "
         f"computation {row.compute_ms:.0f} ms, step without communication {row.off_ms:.0f} ms"
     )
 
 
-def cells(rows: Sequence[Row]) -> list[list[Row]]:
+def cells(rows: Sequence[LinkRow]) -> list[list[LinkRow]]:
     """Split rows by cell: models by size, more nodes later, fast links first; methods in their usual order."""
     ordered = sorted(
         rows,
@@ -70,25 +63,73 @@ def cells(rows: Sequence[Row]) -> list[list[Row]]:
     return [list(group) for _, group in groupby(ordered, key=lambda row: (row.model, row.nodes, row.mbit))]
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[LinkRow], console: Console) -> None:
     """Print one table per cell."""
     for cell in cells(rows):
-        table = Table(title=title(cell[0]), title_justify="left")
         columns = [column for column in COLUMNS if console.width > 110 or column[0] in NARROW]
-        for number, (name, _) in enumerate(columns):
-            table.add_column(name, justify="right" if number else "left")
-        for row in cell:
-            table.add_row(*(text(row) for _, text in columns))
-        console.print(table)
+        rows_ = [[text(row) for _, text in columns] for row in cell]
+        console.print(table(title(cell[0]), [name for name, _ in columns], rows_))
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[LinkRow]) -> str:
     """Return the tables in Markdown."""
     lines: list[str] = []
     for cell in cells(rows):
-        lines += [f"### {title(cell[0])}", ""]
-        lines.append("| " + " | ".join(name for name, _ in COLUMNS) + " |")
-        lines.append("| --- |" + " ---: |" * (len(COLUMNS) - 1))
-        lines += ["| " + " | ".join(text(row) for _, text in COLUMNS) + " |" for row in cell]
-        lines.append("")
+        table_ = markdown_table(
+            [name for name, _ in COLUMNS], [[text(row) for _, text in COLUMNS] for row in cell]
+        )
+        lines += [f"### {title(cell[0])}", "", *table_, ""]
     return "\n".join(lines)
+
+
+# The strongest compression of a method has its colour, the others are paler.
+FAMILY = {"dense": "dense", "fp16": "dense", "powersgd-1": "powersgd", "powersgd-2": "powersgd",
+          "topk-allgather": "top-k", "rtopk": "rtop-k"}  # fmt: skip
+PALER = {"fp16": 0.6, "powersgd-2": 0.4, "topk-allgather 1 %": 0.45, "rtopk 1 % fp16": 0.66, "rtopk 1 % 4bit": 0.44,
+         "rtopk 0.1 % fp16": 0.22}  # fmt: skip
+COLOURS = {
+    (label := with_density(*key)): mixed(style(FAMILY[key[0]])[0], "#ffffff", PALER.get(label, 0.0))
+    for key in METHODS
+}
+UNSHAPED = 10_000.0  # where links without limit are drawn, Mbit/s
+
+
+def draw_measured(rows: Sequence[LinkRow], nodes: int, path: Path) -> None:
+    """Draw one panel per model, for the cells of so many nodes."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    rows = [row for row in rows if row.nodes == nodes]
+    if not rows:
+        raise ValueError(f"nothing was measured with {nodes} nodes")
+    models = list(dict.fromkeys(row.model for row in sorted(rows, key=lambda row: row.size)))
+    figure = Figure(figsize=(max(6.5, 5.2 * len(models)), 4.8), layout="constrained")
+    for axis, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        here = sorted(
+            (row for row in rows if row.model == model), key=lambda row: _place(row.mbit), reverse=True
+        )
+        for name, colour in COLOURS.items():
+            line = [row for row in here if row.label == name]
+            places = [_place(row.mbit) for row in line]
+            dashes = "-" if name.startswith("rtopk") else "--"
+            axis.plot(places, [row.step_ms for row in line], dashes, marker="o", color=colour, label=name)
+        cells = {_place(row.mbit): row.off_ms for row in here}
+        axis.plot(list(cells), list(cells.values()), ":", color="black", label="without communication")
+        axis.set(xscale="log", yscale="log", xlabel="link of each host, Mbit/s", ylabel="step, ms")
+        axis.set_xticks(list(cells), ["unshaped" if at == UNSHAPED else f"{at:g}" for at in cells])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.minorticks_off()
+        axis.invert_xaxis()
+        axis.set_title(f"{model} ({here[0].size / 1e6:.1f} M), {nodes} nodes", size=10)
+    figure.legend(
+        *axis.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3 if len(models) == 1 else 6,
+        fontsize=8,
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _place(mbit: float | None) -> float:
+    return UNSHAPED if mbit is None else mbit

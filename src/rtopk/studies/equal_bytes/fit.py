@@ -6,19 +6,23 @@
    by the mean over the panel's seeds for that.
 3. Result: with the bytes and the rate found, on test data, one run a seed.
 
-An entrant is a generator that yields configurations and is sent their records; `heats.py` runs them.
+An entrant's search is a generator that yields configurations and is sent their records; `run_together` runs many
+searches side by side, and keeps all that was run in one file of records.
 """
 
 import dataclasses
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 
 from rtopk.studies.equal_bytes.panels import Budget, Entrant, Panel
-from rtopk.studies.paper.tables import TUNING_SEED
+from rtopk.studies.paper.definitions import TUNING_SEED
+from rtopk.studies.paper.reproduce import note_choice
 from rtopk.studies.train.config import Config
-from rtopk.studies.train.records import Record, score
+from rtopk.studies.train.records import Record, read, score
+from rtopk.studies.train.runner import key_of, run_all
 from rtopk.tools.show.intervals import half_width
 
 HEADER = 40  # bytes of a payload that hold no entry
@@ -28,7 +32,7 @@ STEEP = 1.5  # first guess: twice the threshold sends 2^-1.5 of the entries
 
 
 @dataclass(frozen=True)
-class Standing:
+class EntrantResult:
     """What an entrant reached with a budget."""
 
     panel: Panel
@@ -64,9 +68,9 @@ class Standing:
         return self.rate in (self.panel.rates[0], self.panel.rates[-1])
 
 
-def follow(
+def entrant_runs(
     panel: Panel, budget: Budget | None, entrant: Entrant, seeds: int
-) -> Generator[Config, Record, Standing]:
+) -> Generator[Config, Record, EntrantResult]:
     """Yield every run of an entrant, one after the other; return where it stands."""
     base = dataclasses.replace(
         panel.config, method=entrant.method, mean=entrant.mean, values=entrant.values,
@@ -105,7 +109,7 @@ def follow(
     records: list[Record] = []
     while len(records) < seeds:
         records.append((yield dataclasses.replace(final, seed=len(records))))
-    return Standing(
+    return EntrantResult(
         panel, budget, entrant, target, tuple(tuple(tried[at]) for at in sorted(tried)), tuple(records)
     )
 
@@ -170,3 +174,77 @@ def _fit_threshold(config: Config, target: float) -> Generator[Config, Record, R
         limit = config.threshold * min(20.0, max(0.05, factor))
         config = dataclasses.replace(config, threshold=float(f"{limit:.4g}"))
     return min(runs, key=lambda run: abs(math.log(run["sent_bytes_per_round"] / target)))
+
+
+Runner = Callable[[Sequence[Config]], Sequence[Record | None]]
+OnRun = Callable[[Config], None]  # when it has finished
+
+
+def side_by_side(panels: Sequence[Panel]) -> list[list[tuple[Panel, Budget | None, Entrant]]]:
+    """Return the groups that run side by side: dense and each panel's first budget, then all second ones, ..."""
+    depth = max(len(panel.budgets) for panel in panels)
+    found: list[list[tuple[Panel, Budget | None, Entrant]]] = []
+    for number in range(depth):
+        for panel in (panel for panel in panels if number < len(panel.budgets)):
+            budget, entrants = panel.budgets[number]
+            dense = [] if number else [(panel, None, Entrant("dense"))]
+            found.append([*dense, *((panel, budget, entrant) for entrant in entrants)])
+    return found
+
+
+class Runs:
+    """Run configurations, or find them among the records; `recorded` runs nothing and answers None instead."""
+
+    def __init__(
+        self,
+        file: Path,
+        work: Path,
+        jobs: int = 1,
+        recorded: bool = False,
+        on_run: OnRun = lambda config: None,
+    ) -> None:
+        self.file, self.work, self.jobs, self.recorded, self.on_run = file, work, jobs, recorded, on_run
+        self._done = {key_of(record): record for record in read(file)}
+
+    def __call__(self, configs: Sequence[Config]) -> list[Record | None]:
+        """Return the records of the configurations, in order."""
+        missing = {config.key: config for config in configs if config.key not in self._done}
+
+        told = set()
+
+        def on_progress(key: str, rounds: int) -> None:
+            if rounds == missing[key].rounds and key not in told:
+                told.add(key)
+                self.on_run(missing[key])
+
+        if missing and not self.recorded:
+            records = run_all(list(missing.values()), self.file, self.work, self.jobs, on_progress)
+            self._done |= dict(zip(missing, records, strict=True))
+        return [self._done.get(config.key) for config in configs]
+
+
+def run_together(
+    steps: Iterable[Generator[Config, Record, EntrantResult]], run: Runner
+) -> list[EntrantResult]:
+    """Run searches side by side, one run each at a time; one whose next run is refused (None) is dropped."""
+    results: list[EntrantResult] = []
+    wanted = [(entrant, next(entrant)) for entrant in steps]
+    while wanted:
+        records = run([config for _, config in wanted])
+        following = []
+        for (entrant, _), record in zip(wanted, records, strict=True):
+            if record is None:
+                continue
+            try:
+                following.append((entrant, entrant.send(record)))
+            except StopIteration as end:
+                results.append(end.value)
+        wanted = following
+    return results
+
+
+def note(file: Path, result: EntrantResult) -> None:
+    """Write an entrant's grid, scores and choice into the records, once."""
+    budget = result.budget.label if result.budget else "dense"
+    of = {"panel": result.panel.name, "budget": budget, "row": result.entrant.label}
+    note_choice(file, of, result.tried, result.rate)

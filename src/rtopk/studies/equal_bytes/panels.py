@@ -2,7 +2,7 @@
 
 A panel is a task in one setting: all entrants share its data, model, rounds and memory. A budget is a number of
 bytes per node and round, given by a yardstick: what top-k sends at a density, or PowerSGD with a rank.
-`equal_bytes.py` fits every entrant to the budget and tunes its learning rate.
+`fit.py` fits every entrant to the budget and tunes its learning rate.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from rtopk.aggregate import Mean
-from rtopk.studies.paper.tables import table
+from rtopk.studies.paper.definitions import table
 from rtopk.studies.train.config import Config, MemoryName, Setting, Split
 
 
@@ -91,14 +91,9 @@ _MATRICES = (Entrant("powersgd", memory="error-feedback"),)  # which it is defin
 def _digits(setting: Setting, split: Split, memory: MemoryName = "error-feedback") -> Panel:
     far = setting == "federated"
     config = Config(
-        task="digits",
-        setting=setting,
-        split=split,
-        memory=memory,
-        local_steps=8 if far else 0,
-        rounds=60 if far else 600,
-        evaluate_every=5 if far else 50,
-    )
+        task="digits", setting=setting, split=split, memory=memory, local_steps=8 if far else 0,
+        rounds=60 if far else 600, evaluate_every=5 if far else 50,
+    )  # fmt: skip
     apart = "split by class" if split == "class" else "i.i.d."
     kept = "" if not far else ", error feedback" if memory == "error-feedback" else ", no memory"
     return Panel(

@@ -22,7 +22,7 @@ from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.local.outer import by_name
 from rtopk.select import Selector
 from rtopk.state_file import write_atomically
-from rtopk.studies.federation.options import Federation
+from rtopk.studies.federation.settings import Federation
 from rtopk.studies.train.loop import Run, seeded
 from rtopk.studies.train.records import digest
 
@@ -149,13 +149,9 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
         return MetricRecord(dict(scores))
 
     result = strategy.start(
-        grid,
-        arrays_of(run),
-        num_rounds=config.rounds,
-        timeout=federation.timeout,
-        train_config=ConfigRecord(),
+        grid, arrays_of(run), num_rounds=config.rounds, timeout=federation.timeout, train_config=ConfigRecord(),
         evaluate_fn=evaluate,
-    )
+    )  # fmt: skip
     if isinstance(strategy, RTopKStrategy) and not strategy.intake.accepted:
         raise RuntimeError(f"no reply was accepted in {config.rounds} rounds: {strategy.refusals[:3]}")
     load_arrays(run, result.arrays)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 OFFLINE = {
@@ -23,12 +22,12 @@ OFFLINE = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-PATIENCE = 180.0  # seconds for a process to be ready
+TIMEOUT = 180.0  # seconds for a process to be ready
 GRACE = 10.0  # seconds for a process to end when asked
 
 # Ends what we started when we are gone, however we went: its input then ends. It is told the ids of our children,
 # which are the ids of their groups too; an empty line says that all have been ended already.
-WARDEN = """
+WATCHDOG = """
 import os, signal, sys, time
 groups = []
 for line in sys.stdin:
@@ -65,11 +64,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        secure: tuple[Path, Path, Path] | None = None,
-        authenticated: bool = False,
+        self, folder: Path, *, secure: tuple[Path, Path, Path] | None = None, authenticated: bool = False
     ) -> None:
         self.folder = folder.absolute()
         self.secure = secure
@@ -77,7 +72,7 @@ class Fleet:
         self.port = free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._children: list[subprocess.Popen[bytes]] = []
-        self._warden: subprocess.Popen[str] | None = None
+        self._watchdog: subprocess.Popen[str] | None = None
         self.environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "home")}
         # The scripts of this environment first: a SuperLink starts others of Flower's by name.
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -96,14 +91,14 @@ class Fleet:
         (self.folder / "home" / "config.toml").write_text(
             f'[superlink]\ndefault = "fleet"\n\n[superlink.fleet]\n{connection}'
         )
-        self._warden = subprocess.Popen(
-            [sys.executable, "-c", WARDEN], stdin=subprocess.PIPE, text=True, start_new_session=True
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-c", WATCHDOG], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
         try:
             self._link = self._start(
                 "superlink", ["flower-superlink", *options, "--host", "127.0.0.1", "--port", str(self.port)]
             )
-            self._await_port(self.port, self._link, "superlink")
+            self._await_link()
         except BaseException:
             self.stop()
             raise
@@ -129,13 +124,9 @@ class Fleet:
     def flwr(self, *arguments: str) -> dict[str, Any]:
         """Run Flower's command line and return what it prints as JSON."""
         done = subprocess.run(
-            ["flwr", *arguments, "--format", "json"],
-            env=self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
+            ["flwr", *arguments, "--format", "json"], env=self.environment, cwd=self.folder, capture_output=True,
+            text=True, timeout=TIMEOUT,
+        )  # fmt: skip
         start = done.stdout.find("{")
         try:
             answer: dict[str, Any] = json.loads(done.stdout[start:])
@@ -157,13 +148,7 @@ class Fleet:
         answer = self.flwr("ls", "fleet", "--run-id", run)
         return str(answer["runs"][0]["status"])
 
-    def wait(
-        self,
-        run: str,
-        *,
-        done: Callable[[], bool] = lambda: False,
-        seconds: float = 3600.0,
-    ) -> str:
+    def wait(self, run: str, *, done: Callable[[], bool] = lambda: False, seconds: float = 3600.0) -> str:
         """Wait until a run has finished, return its status; `done` says that asking is worth while."""
         deadline = time.monotonic() + seconds
         asked = time.monotonic()
@@ -191,49 +176,39 @@ class Fleet:
                 child.wait(max(0.1, deadline - time.monotonic()))
             _end(child, signal.SIGKILL)
             child.wait()
-        if self._warden is not None:
-            self._warden.communicate("\n")
+        if self._watchdog is not None:
+            self._watchdog.communicate("\n")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
+            # In a session of its own: its children form a group, which is ended with it.
             child = subprocess.Popen(
-                list(command),
-                env=self.environment,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # its children form a group of their own, ended with it
-            )
+                list(command), env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True,
+            )  # fmt: skip
         self._children.append(child)
-        self._watch_over(child)
+        assert self._watchdog is not None
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.write(f"{child.pid}\n")
+        self._watchdog.stdin.flush()
         return child
 
-    def _watch_over(self, child: subprocess.Popen[bytes]) -> None:
-        assert self._warden is not None
-        assert self._warden.stdin is not None
-        self._warden.stdin.write(f"{child.pid}\n")
-        self._warden.stdin.flush()
+    def _await_link(self) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
+            self._check_link()
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.2)
+        raise FleetError(f"superlink did not listen within {TIMEOUT:.0f} s: {self.tail('superlink')}")
 
     def _check_link(self) -> None:
         if self._link.poll() is not None:
             raise FleetError(f"the SuperLink ended with {self._link.returncode}: {self.tail('superlink')}")
-
-    def _await_port(self, port: int, child: subprocess.Popen[bytes], name: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            if child.poll() is not None:
-                raise FleetError(f"{name} ended with {child.returncode}: {self.tail(name)}")
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
-            time.sleep(0.2)
-        raise FleetError(f"{name} did not listen within {PATIENCE:.0f} s: {self.tail(name)}")
 
     def tail(self, name: str, characters: int = 2000) -> str:
         """Return the end of a log."""

@@ -1,7 +1,9 @@
 """Run a federation on Flower's two engines: simulation in this process (ray), deployment in processes.
 
-Both return the record that the server wrote, with the engine's own facts beside it; a run whose status is
-not `completed` is an error, whatever Flower's exit code was.
+Both return the record that the server wrote, with the engine's own facts beside it; a run whose status is not
+completed is an error, whatever Flower's exit code was. compare counts what deployments cost on the wire, engine
+included: bytes of the TCP streams (payloads, Flower's records, gRPC, polling, heartbeats). steady is a round after
+the first; total is everything from the first connection to the end, the app itself and the first model too.
 """
 
 import dataclasses
@@ -16,8 +18,8 @@ from typing import Any
 from rtopk.state_file import write_atomically
 from rtopk.studies.federation.app import client_app, server_app
 from rtopk.studies.federation.deployment import OFFLINE, Fleet, FleetError, certificates, write_app
-from rtopk.studies.federation.options import Federation
 from rtopk.studies.federation.proxy import CountingProxy
+from rtopk.studies.federation.settings import Federation
 
 Progress = Callable[[int], None]
 
@@ -49,18 +51,14 @@ def simulate(
 
 
 def deploy(
-    federation: Federation,
-    folder: Path,
-    on_progress: Progress = lambda done: None,
-    tls: Path | None = None,
+    federation: Federation, folder: Path, on_progress: Progress = lambda done: None, tls: Path | None = None
 ) -> dict[str, Any]:
     """Run a SuperLink and one SuperNode a client, each a process; count the bytes between them.
 
     `tls` is a folder with the certificates of 127.0.0.1.
     """
     secure = certificates(tls.absolute()) if tls else None
-    federation = _placed(federation, folder)
-    federation = dataclasses.replace(federation, watched=True)
+    federation = dataclasses.replace(_placed(federation, folder), watched=True)
     marks: dict[int, tuple[int, int]] = {}  # bytes up and down when a round was done
     with Fleet(folder, secure=secure) as fleet, CountingProxy(fleet.port) as proxy:
         for number in range(federation.config.nodes):
@@ -140,3 +138,53 @@ def _result(federation: Federation, folder: Path, facts: dict[str, Any]) -> dict
             entry[f"{way}_engine"] = wire[way] - entry[f"{way}_payload"] - entry[f"{way}_framing"]
     path.write_text(json.dumps(record, indent=1))
     return record
+
+
+def compare(
+    federation: Federation,
+    folder: Path,
+    on_run: Callable[[str], None] = lambda name: None,
+    *,
+    brief: bool = False,
+) -> dict[str, Any]:
+    """Run dense FedAvg, the federation as given and (unless brief) with other ways down; return the bytes."""
+    variants = {
+        "dense FedAvg": dataclasses.replace(federation, compressed=False),
+        "rtopk": federation,
+        "rtopk, first model sent": dataclasses.replace(federation, initial_known=False),
+        "rtopk, exact downlink": dataclasses.replace(
+            federation, downlink_density=1.0, downlink_values="fp32"
+        ),
+    }
+    rows: list[dict[str, Any]] = []
+    for number, (name, variant) in enumerate(list(variants.items())[: 2 if brief else 4]):
+        on_run(name)
+        rows.append(row(name, deploy(variant, folder / str(number))))
+    for entry in rows:
+        entry["steady_times_less"] = rows[0]["steady"] / entry["steady"]
+        entry["total_times_less"] = rows[0]["total"] / entry["total"]
+    return {"config": federation.config.to_dict(), "rows": rows}
+
+
+def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the bytes of one deployment."""
+    rounds = {
+        int(number): entry["up"] + entry["down"] for number, entry in record["wire"]["by_round"].items()
+    }
+    last = max(rounds)
+    later = [size for number, size in rounds.items() if number >= 2]
+    own = record.get("ledger", {})
+    content = sum(entry[f"{way}_{part}"] for entry in own.values() for way in ("up", "down")
+                  for part in ("payload", "framing"))  # fmt: skip
+    total = record["wire"]["up"] + record["wire"]["down"]
+    return {
+        "name": name,
+        "rounds": last,
+        "parameters": record["parameters"],
+        "up": record["wire"]["up"],
+        "down": record["wire"]["down"],
+        "total": total,
+        "steady": sum(later) / len(later),
+        "engine": total - content if own else None,
+        "weights": record["weights"],
+    }

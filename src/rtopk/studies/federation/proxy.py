@@ -6,7 +6,6 @@ Bytes of the TCP stream: HTTP, gRPC, polling, heartbeats and all; not TCP's own 
 import socket
 import threading
 from contextlib import suppress
-from types import TracebackType
 
 
 class CountingProxy:
@@ -17,28 +16,11 @@ class CountingProxy:
         self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._up = self._down = self._connections = 0
+        self.up = self.down = 0  # bytes from clients to the server so far, and back
+        self.connections = 0  # so far
         self._open: set[socket.socket] = set()
         self._closed = False
         threading.Thread(target=self._accept, daemon=True, name="proxy").start()
-
-    @property
-    def up(self) -> int:
-        """Bytes from clients to the server so far."""
-        with self._lock:
-            return self._up
-
-    @property
-    def down(self) -> int:
-        """Bytes from the server to clients so far."""
-        with self._lock:
-            return self._down
-
-    @property
-    def connections(self) -> int:
-        """How many there have been."""
-        with self._lock:
-            return self._connections
 
     def _accept(self) -> None:
         while True:
@@ -52,7 +34,7 @@ class CountingProxy:
                 client.close()
                 continue
             with self._lock:
-                self._connections += 1
+                self.connections += 1
                 self._open |= {client, server}
                 if self._closed:
                     client.close()
@@ -67,9 +49,9 @@ class CountingProxy:
                 sink.sendall(data)
                 with self._lock:
                     if up:
-                        self._up += len(data)
+                        self.up += len(data)
                     else:
-                        self._down += len(data)
+                        self.down += len(data)
         except OSError:
             pass
         finally:
@@ -91,7 +73,5 @@ class CountingProxy:
     def __enter__(self) -> "CountingProxy":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from rtopk.studies.lab.bernoulli import Floats, numpy_rng
 from rtopk.studies.lab.risk import Setting, exact
-from rtopk.studies.lab.theta import Floats, numpy_rng
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def overlap(gradients: Sequence[Tensor], k: int) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Candidate:
     """A scheme: rTop-k at one density and one r / k; 1 is top-k, d / k is random-k."""
 
     density: float
@@ -74,7 +74,7 @@ class Plan:
         return 1 / density if self.r_over_k * self.density >= 1 else self.r_over_k
 
     def sparsifiers(self, nodes: int, density: float, seed: int, residual: bool) -> list[Sparsifier]:
-        """Make every node's sparsifier, at a density that may be a little off the plan's to fit its bytes."""
+        """Make every node's sparsifier, at a density that may be a little off the candidate's to fit its bytes."""
         rule = RTopK(r_over_k=self.factor(density))
         return [
             Sparsifier(rule, density, ErrorFeedback() if residual else NoMemory(), seed=seed, node=i)
@@ -101,20 +101,25 @@ class Inspector:
         if not 0 < tolerance < 1:
             raise ValueError(f"tolerance must be in (0, 1), got {tolerance}")
         self.nodes, self.d, self.density, self.seed, self.tolerance = nodes, d, density, seed, tolerance
-        self.plans: dict[Plan, list[Sparsifier]] = {}
-        self.fitted: dict[Plan, float] = {}  # the density with which a plan sends the bytes of r = n k
+        self.candidates: dict[Candidate, list[Sparsifier]] = {}
+        self.fitted: dict[
+            Candidate, float
+        ] = {}  # the density with which a candidate sends the bytes of r = n k
         for part in sorted({density, *densities}):
-            k = max(1, round(part * d))
+            k = self._entries(part)
             for factor in sorted({1.0, 2.0, float(nodes), float(nodes**2), d / k}):
                 if factor * k <= d:
-                    plan = Plan(part, factor)
-                    self.fitted[plan] = part
-                    self.plans[plan] = plan.sparsifiers(nodes, part, seed, residual=True)
-        self.estimates: dict[Plan, Tensor] = {}  # of the latest round
-        self.sent = {plan: torch.zeros(d) for plan in self.plans}  # summed over rounds
+                    one = Candidate(part, factor)
+                    self.fitted[one] = part
+                    self.candidates[one] = one.sparsifiers(nodes, part, seed, residual=True)
+        self.estimates: dict[Candidate, Tensor] = {}  # of the latest round
+        self.sent = {one: torch.zeros(d) for one in self.candidates}  # summed over rounds
         self.due = torch.zeros(d)
         self.step = -1
         self.looks: list[dict[str, Any]] = []
+
+    def _entries(self, density: float) -> int:
+        return max(1, round(density * self.d))
 
     def observe(self, gradients: Sequence[Tensor]) -> None:
         """Feed the shadows one round."""
@@ -124,82 +129,76 @@ class Inspector:
             self._fit(gradients)
         self.step += 1
         self.due += torch.stack(list(gradients)).mean(0)
-        for plan, nodes in self.plans.items():
-            self.estimates[plan] = exchange(nodes, gradients, self.step)[0]
-            self.sent[plan] += self.estimates[plan]
+        for one, nodes in self.candidates.items():
+            self.estimates[one] = exchange(nodes, gradients, self.step)[0]
+            self.sent[one] += self.estimates[one]
 
     def _fit(self, gradients: Sequence[Tensor]) -> None:
-        """Make all plans of one density send equal bytes: the same k costs more where positions spread."""
+        """Make all candidates of one density send equal bytes: the same k costs more where positions spread."""
         sizes = {
-            plan: exchange(plan.sparsifiers(self.nodes, plan.density, self.seed, False), gradients, 0)[1]
-            for plan in self.plans
+            one: exchange(one.sparsifiers(self.nodes, one.density, self.seed, False), gradients, 0)[1]
+            for one in self.candidates
         }
-        for plan in self.plans:
-            beside = {p.r_over_k: p for p in self.plans if p.density == plan.density}
-            budget = sizes[beside.get(float(self.nodes), plan)]
-            most = min(1.0, 1.0 / plan.r_over_k) if plan.name(self.d) != "random-k" else 1.0
-            self.fitted[plan] = min(most, plan.density * budget / sizes[plan])
-            self.plans[plan] = plan.sparsifiers(self.nodes, self.fitted[plan], self.seed, residual=True)
+        for one in self.candidates:
+            beside = {p.r_over_k: p for p in self.candidates if p.density == one.density}
+            budget = sizes[beside.get(float(self.nodes), one)]
+            most = min(1.0, 1.0 / one.r_over_k) if one.name(self.d) != "random-k" else 1.0
+            self.fitted[one] = min(most, one.density * budget / sizes[one])
+            self.candidates[one] = one.sparsifiers(self.nodes, self.fitted[one], self.seed, residual=True)
 
-    def lag(self, plan: Plan) -> float:
+    def lag(self, one: Candidate) -> float:
         """Return what part of all that was due, squared norm, has not been delivered or not exactly."""
-        return float((self.sent[plan] - self.due).square().sum() / self.due.square().sum())
+        return float((self.sent[one] - self.due).square().sum() / self.due.square().sum())
 
-    def look(self, round_: int, gradients: Sequence[Tensor], true: Tensor) -> dict[str, Any]:
+    def look(self, round_: int, gradients: Sequence[Tensor], true: Tensor) -> None:
         """Measure the round last observed against the true gradient; errors are relative to its norm^2."""
-        k = max(1, round(self.density * self.d))
+        k = self._entries(self.density)
         scale = float(true.square().sum())
         mean = torch.stack(list(gradients)).mean(0)
         schemes = []
-        for plan in self.plans:
-            if plan.density != self.density:
+        for one in self.candidates:
+            if one.density != self.density:
                 continue
-            factor = plan.factor(self.fitted[plan])
+            factor = one.factor(self.fitted[one])
             tries = [
-                exchange(plan.sparsifiers(self.nodes, self.fitted[plan], seed, False), gradients, self.step)
-                for seed in range(self.seed, self.seed + (1 if plan.r_over_k == 1 else DRAWS))
+                exchange(one.sparsifiers(self.nodes, self.fitted[one], seed, False), gradients, self.step)
+                for seed in range(self.seed, self.seed + (1 if one.r_over_k == 1 else DRAWS))
             ]
             schemes.append(
                 {
-                    "scheme": plan.name(self.d),
-                    "r_over_k": plan.r_over_k,
-                    "k": max(1, round(self.fitted[plan] * self.d)),
+                    "scheme": one.name(self.d),
+                    "r_over_k": one.r_over_k,
+                    "k": self._entries(self.fitted[one]),
                     "bytes": round(_average([size for _, size in tries])),
                     "error": _average([_distance(e, true) for e, _ in tries]) / scale,
                     "error_scaled": _average([_distance(factor * e, true) for e, _ in tries]) / scale,
-                    "error_with_residual": _distance(self.estimates[plan], true) / scale,
-                    "lag": self.lag(plan),
+                    "error_with_residual": _distance(self.estimates[one], true) / scale,
+                    "lag": self.lag(one),
                 }
             )
-        found = {
-            "round": round_,
-            "k": k,
-            "true": describe(true),
-            "node": describe(gradients[0]),
-            "overlap": overlap(gradients, k),
-            "overlap_by_chance": k / self.d,
-            "error_of_dense_mean": _distance(mean, true) / scale,
-            "schemes": schemes,
-            "magnitudes": _curve(gradients[0]),
-        }
-        self.looks.append(found)
-        return found
+        self.looks.append(
+            {
+                "round": round_, "k": k, "true": describe(true), "node": describe(gradients[0]),
+                "overlap": overlap(gradients, k), "overlap_by_chance": k / self.d,
+                "error_of_dense_mean": _distance(mean, true) / scale, "schemes": schemes,
+                "magnitudes": _curve(gradients[0]),
+            }
+        )  # fmt: skip
 
     def recommend(self) -> dict[str, Any]:
         """Return the least density whose best r lags within the tolerance, and that r; else the largest."""
-        densities = sorted({plan.density for plan in self.plans})
+        densities = sorted({one.density for one in self.candidates})
         for density in densities:
-            best = min((p for p in self.plans if p.density == density), key=self.lag)
+            best = min((p for p in self.candidates if p.density == density), key=self.lag)
             if self.lag(best) <= self.tolerance or density == densities[-1]:
                 break
-        k = max(1, round(self.fitted[best] * self.d))
-        beside = [p for p in self.plans if p.density == best.density]
+        k = self._entries(self.fitted[best])
+        beside = [p for p in self.candidates if p.density == best.density]
         return {
             "k": k,
             "r": min(self.d, round(best.factor(self.fitted[best]) * k)),
-            "alike": [
-                p.r_over_k for p in beside if self.lag(p) <= 1.05 * self.lag(best)
-            ],  # no real difference
+            # no real difference
+            "alike": [p.r_over_k for p in beside if self.lag(p) <= 1.05 * self.lag(best)],
             "density": best.density,
             "r_over_k": best.r_over_k,
             "scheme": best.name(self.d),

@@ -1,52 +1,43 @@
-"""Pictures of the lab, as PNG and SVG. The only file of the lab that imports matplotlib.
-
-Colours are Okabe and Ito's, told apart with any colour vision; every line also has its own marker.
-"""
+"""Pictures of the lab, as PNG and SVG: every line has its own colour and marker."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from rtopk.studies.lab.bounds import LOWER, UPPER
 from rtopk.studies.lab.convergence import Outcome
-from rtopk.studies.lab.studies import BoundsStudy, ConvergenceStudy, RiskStudy
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter
+from rtopk.studies.lab.experiments import BoundsStudy, ConvergenceStudy, RiskStudy
+from rtopk.tools.show.palette import CYCLE, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
-STYLE = {
-    "paper": (RED, "o", "paper: random k' ones, scaled"),
-    "truncate": (BLUE, "^", "first k' ones (top-k)"),
-    "random": (ORANGE, "v", "random coordinates (random-k)"),
-    "central": (BLACK, "s", "no limit (centralised)"),
-    "bernoulli": (RED, "o", "sparse Bernoulli"),
-    "gaussian": (BLUE, "^", "Gaussian"),
-    "sparse gaussian": (GREEN, "D", "sparse Gaussian"),
-    "rtop-k": (RED, "o", "rTop-k, r = n k"),
-    "random-k": (ORANGE, "v", "random-k, r = d"),
+(RED, _), (BLUE, _) = style("rtop-k"), style("top-k")
+STYLE = {  # colour and marker, label
+    "paper": (style("rtop-k"), "paper: random k' ones, scaled"),
+    "truncate": (style("top-k"), "first k' ones (top-k)"),
+    "random": (style("random-k"), "random coordinates (random-k)"),
+    "central": (style("dense"), "no limit (centralised)"),
+    "bernoulli": (style(CYCLE[0]), "sparse Bernoulli"),
+    "gaussian": (style(CYCLE[1]), "Gaussian"),
+    "sparse gaussian": (style(CYCLE[2]), "sparse Gaussian"),
+    "rtop-k": (style("rtop-k"), "rTop-k, r = n k"),
+    "random-k": (style("random-k"), "random-k, r = d"),
 }
-CYCLE = ((RED, "o"), (BLUE, "^"), (GREEN, "D"), (ORANGE, "v"), (BLACK, "s"), (PINK, "P"))
+STYLES = [style(slot) for slot in CYCLE]
 
 
-def _save(figure: "Figure", folder: Path, name: str) -> list[Path]:
+def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     for path in paths:
         # Without dates, so that the same numbers give the same file.
         figure.savefig(path, dpi=100, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
     return paths
 
 
@@ -66,10 +57,11 @@ def _some_labels(value: float, _: int | None) -> str:
 
 def risk_sweeps(study: RiskStudy, folder: Path) -> list[Path]:
     """Draw risk against k, n, s and d with both bounds and every scheme."""
-    figure, axes = plt.subplots(2, 2, figsize=(10, 8))
+    figure = Figure(figsize=(10, 8))
+    axes = figure.subplots(2, 2)
     for axis, sweep in zip(axes.flat, study.sweeps, strict=True):
         for scheme, risks in sweep.risks.items():
-            colour, marker, label = STYLE[scheme]
+            (colour, marker), label = STYLE[scheme]
             slope = f" ({sweep.slopes[scheme].value:+.2f})"
             x = [getattr(risk.setting, sweep.axis) for risk in risks]
             y = [risk.mean for risk in risks]
@@ -84,7 +76,8 @@ def risk_sweeps(study: RiskStudy, folder: Path) -> list[Path]:
 
 def bits(study: RiskStudy, folder: Path) -> list[Path]:
     """Draw the bits of encoded messages against k, and the bits needed against d."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    figure = Figure(figsize=(10, 4))
+    (left, right) = figure.subplots(1, 2)
     k = [row["k"] for row in study.bits]
     left.plot(k, k, color="grey", linestyle="--", label="limit k")
     left.plot(k, [row["used"] for row in study.bits], color=RED, label="bits of the encoded message")
@@ -95,7 +88,7 @@ def bits(study: RiskStudy, folder: Path) -> list[Path]:
     left.legend(fontsize=7, loc="upper left")
     twin.legend(fontsize=7, loc="lower right")
     for model, rows in study.needed.items():
-        colour, marker, label = STYLE[model]
+        (colour, marker), label = STYLE[model]
         points = [(d, need) for d, need in rows if need is not None]
         right.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
     _log(right, "d", "bits a node", "bits for 3 x the centralised risk")
@@ -104,7 +97,8 @@ def bits(study: RiskStudy, folder: Path) -> list[Path]:
 
 def bounds(study: BoundsStudy, folder: Path) -> list[Path]:
     """Draw measured risk over both bounds for every setting of the grid."""
-    figure, axis = plt.subplots(figsize=(8, 4))
+    figure = Figure(figsize=(8, 4))
+    axis = figure.subplots()
     order = np.argsort([row.over_upper for row in study.rows])
     rows = [study.rows[i] for i in order]
     x = np.arange(len(rows))
@@ -121,8 +115,9 @@ def bounds(study: BoundsStudy, folder: Path) -> list[Path]:
 
 def convergence(study: ConvergenceStudy, folder: Path) -> list[Path]:
     """Draw measured squared gradient norms under their bounds, and the cost of sparsifying against k."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    for (colour, marker), k in zip(CYCLE, study.ks(), strict=False):
+    figure = Figure(figsize=(10, 4.2))
+    (left, right) = figure.subplots(1, 2)
+    for (colour, marker), k in zip(STYLES, study.ks(), strict=False):
         rows: Sequence[Outcome] = [o for o in study.outcomes if o.k == k]
         horizon = [o.T for o in rows]
         label = f"k/d = {k / rows[0].d:g} (slope {study.slopes[k].value:+.2f})"
@@ -132,7 +127,7 @@ def convergence(study: ConvergenceStudy, folder: Path) -> list[Path]:
         )
     _log(left, "T", "mean of ||grad f||^2", "measured (solid) and Theorem 3 (dashed)")
     for name, excess in study.excess.items():
-        colour, marker, label = STYLE[name]
+        (colour, marker), label = STYLE[name]
         shown = [(k, e) for k, e in excess if e > 0]
         slope = f" (slope {study.excess_slopes[name].value:+.2f})" if name in study.excess_slopes else ""
         right.plot(*zip(*shown, strict=True), color=colour, marker=marker, label=label + slope)
@@ -145,19 +140,20 @@ def convergence(study: ConvergenceStudy, folder: Path) -> list[Path]:
 
 def gradients(looks: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw magnitudes by rank, and each scheme's error against r / k."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4))
-    for (colour, marker), look in zip(CYCLE, looks, strict=False):
+    figure = Figure(figsize=(13, 4))
+    (left, middle, right) = figure.subplots(1, 3)
+    for (colour, marker), look in zip(STYLES, looks, strict=False):
         x, y = zip(*look["magnitudes"], strict=True)
         left.plot(x, np.maximum(y, 1e-8), color=colour, label=f"round {look['round']}")
         r = [row["r_over_k"] for row in look["schemes"]]
-        for column, style in (("error", "--"), ("error_with_residual", "-")):
-            words = f"round {look['round']}, {'with' if style == '-' else 'no'} residual"
+        for column, dashes in (("error", "--"), ("error_with_residual", "-")):
+            words = f"round {look['round']}, {'with' if dashes == '-' else 'no'} residual"
             middle.plot(
                 r,
                 [row[column] for row in look["schemes"]],
                 color=colour,
                 marker=marker,
-                linestyle=style,
+                linestyle=dashes,
                 label=words,
             )
         lags = [row["lag"] for row in look["schemes"]]

@@ -1,22 +1,102 @@
-"""Risk E || estimate - theta ||^2: exact where the proof gives it, and by Monte Carlo with an interval.
+"""Risk E || estimate - theta ||^2 of each scheme: exact where the proof gives it, and measured with an interval.
 
-A setting is (family of theta, d, s, n, k). `sweep` varies one of them, `fit` reads a slope off log-log axes,
-`grid` is the set of settings on which the two bounds are held against measurement.
+Each scheme says how many ones of each node arrive, which, and what a received one counts; this is the fast path,
+with the law of the bit-exact Encoder but without the bit string.
+
+- paper: a uniform k' of a node's N ones, each counting N / k' (proof of Theorem 1).
+- truncate: the first k' ones, unscaled: top-k on 0/1 vectors, lower index first; without a header.
+- random: the values of k coordinates that node and centre draw alike: random-k, no bits for positions.
+- central: no limit.
+
+A setting is (family of theta, d, s, n, k). fit reads a slope off log-log axes; grid is the set of settings on which
+the two bounds are held against measurement.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Literal, get_args
 
 import numpy as np
 from scipy import stats
 
 from rtopk.studies.lab import bounds
-from rtopk.studies.lab.estimators import Scheme, estimate, kept_ones, squared_error
-from rtopk.studies.lab.models import sample
-from rtopk.studies.lab.theta import FAMILIES, Theta, numpy_rng
+from rtopk.studies.lab.bernoulli import FAMILIES, Floats, Integers, Ones, Theta, numpy_rng, sample
+from rtopk.studies.lab.encoder import Encoder, capacity
+from rtopk.tools.show.intervals import half_width, t_quantile
+
+Scheme = Literal["paper", "truncate", "random", "central"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+DENSE = 1 << 24  # up to this d the estimate is one array
+
+
+def kept_ones(theta: Theta, k: int, scheme: Scheme = "paper") -> int:
+    """Return k', how many ones (for `random`: coordinates) k bits can carry."""
+    if scheme == "central":
+        return theta.d
+    if scheme == "random":
+        return min(k, theta.d) if theta.signs is None else min(int(k / np.log2(3)), theta.d)
+    encoder = Encoder(theta.d, k, signed=theta.signs is not None)
+    return encoder.kept if scheme == "paper" else capacity(theta.d, k, encoder.marks)
+
+
+def receive(ones: Ones, d: int, kept: int, scheme: Scheme, rng: np.random.Generator) -> tuple[Ones, Floats]:
+    """Return the ones that arrive and what each counts."""
+    if scheme == "central":
+        return ones, np.ones(len(ones.node))
+    if scheme == "truncate":
+        arrived = _first(ones, ones.coordinate, np.minimum(ones.counts, kept))
+        return arrived, np.ones(len(arrived.node))
+    shuffled = ones.coordinate[np.argsort(ones.node + rng.random(len(ones.node)))]
+    if scheme == "random":
+        if d >= 10**9:
+            raise ValueError(f"random coordinates need d < 10^9, got {d}; lower d")
+        seen = rng.hypergeometric(ones.counts, d - ones.counts, kept)  # ones among the k coordinates
+        arrived = _first(ones, shuffled, seen.astype(np.int64))
+        return arrived, np.full(len(arrived.node), d / kept)
+    arrived = _first(ones, shuffled, np.minimum(ones.counts, kept))
+    return arrived, np.maximum(ones.counts[arrived.node] / kept, 1.0)
+
+
+def _first(ones: Ones, coordinate: Integers, numbers: Integers) -> Ones:
+    """Keep the first so many of each node, in the order given."""
+    begin = np.cumsum(ones.counts) - ones.counts
+    taken = np.arange(len(ones.node)) - begin[ones.node] < numbers[ones.node]
+    return Ones(ones.node[taken], coordinate[taken], numbers)
+
+
+def estimate(
+    chunks: Iterable[Ones], theta: Theta, k: int, scheme: Scheme, rng: np.random.Generator
+) -> tuple[Integers, Floats]:
+    """Return the estimate of theta where it is not zero: coordinates and values."""
+    kept = kept_ones(theta, k, scheme)
+    nodes = 0
+    total = np.zeros(theta.d if theta.d <= DENSE else 0)
+    touched: list[Integers] = []
+    counting: list[Floats] = []
+    for ones in chunks:
+        nodes += ones.nodes
+        arrived, weight = receive(ones, theta.d, kept, scheme, rng)
+        if theta.signs is not None:
+            weight = weight * theta.signs[arrived.coordinate]
+        if theta.d <= DENSE:
+            total += np.bincount(arrived.coordinate, weight, minlength=theta.d)
+        else:
+            touched.append(arrived.coordinate)
+            counting.append(weight)
+    if theta.d <= DENSE:
+        where = np.flatnonzero(total)
+        return where, total[where] / nodes
+    where, slot = np.unique(np.concatenate(touched), return_inverse=True)
+    return where, np.bincount(slot, np.concatenate(counting), minlength=len(where)) / nodes
+
+
+def squared_error(where: Integers, values: Floats, theta: Theta) -> float:
+    """Return || estimate - theta ||^2 from the coordinates that the estimate touches."""
+    true = theta.at(where)
+    return float((np.square(values - true) - np.square(true)).sum() + theta.squares)
 
 
 @dataclass(frozen=True)
@@ -62,9 +142,9 @@ def measure(setting: Setting, scheme: Scheme = "paper", repeats: int = 16, seed:
     """Run the whole experiment `repeats` times and average the squared error."""
     if repeats < 2:
         raise ValueError(f"an interval needs at least 2 repeats, got {repeats}")
-    errors = np.array(list(itertools.islice(squared_errors(setting, scheme, seed), repeats)))
-    mean = float(errors.mean())
-    half = float(stats.t.ppf(0.975, repeats - 1) * errors.std(ddof=1) / math.sqrt(repeats))
+    errors = list(itertools.islice(squared_errors(setting, scheme, seed), repeats))
+    mean = fmean(errors)
+    half = half_width(errors)
     return Risk(setting, scheme, mean, mean - half, mean + half, repeats)
 
 
@@ -96,17 +176,6 @@ def exact(setting: Setting, scheme: Scheme = "paper") -> float:
     return (second - theta.squares) / setting.n
 
 
-def sweep(
-    base: Setting, axis: str, values: Iterable[float], schemes: Sequence[Scheme] = ("paper",),
-    repeats: int = 16, seed: int = 0,
-) -> Iterator[Risk]:  # fmt: skip
-    """Measure along one of d, s, n, k; yields one scheme after the other at each value."""
-    for value in values:
-        setting = replace(base, **{axis: value})  # type: ignore[arg-type]
-        for scheme in schemes:
-            yield measure(setting, scheme, repeats, seed)
-
-
 @dataclass(frozen=True)
 class Slope:
     """A slope on log-log axes with its 95 % interval."""
@@ -124,7 +193,7 @@ def fit(x: Sequence[float], y: Sequence[float]) -> Slope:
     if len(x) < 3:
         raise ValueError(f"a slope with an interval needs at least 3 points, got {len(x)}")
     result = stats.linregress(np.log(x), np.log(y))
-    half = float(stats.t.ppf(0.975, len(x) - 2) * result.stderr)
+    half = float(t_quantile(len(x) - 2) * result.stderr)
     return Slope(float(result.slope), float(result.slope) - half, float(result.slope) + half)
 
 

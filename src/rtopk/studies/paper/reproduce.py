@@ -1,18 +1,90 @@
-"""Run a table of the paper: find each row's learning rate on validation data, then its figure on test data.
+"""Run a table of the paper: tune each row's learning rate on validation data, then run it on test data.
 
-All records of a table and scale are lines of one file, `table-N-SCALE.jsonl`: the tuning runs, one `choice`
-line a row, and the results. What is there already is not run again.
+All records of a table and scale are lines of one file, table-N-SCALE.jsonl: the tuning runs, one choice line a row,
+and the results. What is there already is not run again. Every row tries the same grid of rates. A best rate at the
+edge of the grid says little, so such a row goes on beyond the edge by the grid's own step, as often as its set-up
+allows. Only scores on validation data count, their mean where a rate runs with several seeds.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
-from rtopk.studies.paper.tables import Row, Scale, Table
-from rtopk.studies.paper.tuning import Tuning, note_choice, tuning
+from rtopk.studies.paper.definitions import Scale, Table, TableRow
 from rtopk.studies.train.config import Config
 from rtopk.studies.train.processes import barrier, leads
-from rtopk.studies.train.records import Record, read
+from rtopk.studies.train.records import Record, Results, read, score
 from rtopk.studies.train.runner import Progress, key_of, run_all
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is known of a row's learning rate."""
+
+    tried: dict[float, list[Record]]  # the runs of each rate, from the smallest to the largest
+    missing: tuple[Config, ...] = ()  # the runs that come next; none when the search is over
+    whole: bool = True  # all of the grid has been tried
+
+    @property
+    def rate(self) -> float:
+        """Return the best rate of those tried; of equals, the smaller."""
+        return max(self.tried, key=lambda rate: (self.value(rate), -rate))
+
+    def value(self, rate: float) -> float:
+        """Return a rate's mean score, larger for better ones."""
+        return mean(map(score, self.tried[rate]))
+
+    @property
+    def at_edge(self) -> bool:
+        """Tell whether the best rate is the smallest or the largest of those tried."""
+        return self.rate in (min(self.tried), max(self.tried))
+
+
+def tuning(table: Table, scale: Scale, row: TableRow, records: Mapping[str, Record]) -> Tuning:
+    """Return what records, by key, say of a row's learning rate, and what to run next."""
+    setup = table.setups[scale]
+    grid = setup.rates
+    low, high = grid[0] / grid[1], grid[-1] / grid[-2]
+    tried: dict[float, list[Record]] = {}
+    wanted, whole = list(grid), False
+    for left in range(setup.beyond, -1, -1):
+        runs = {rate: table.tuning(scale, row, rate) for rate in wanted}
+        missing = [run for group in runs.values() for run in group if run.key not in records]
+        done = {
+            rate: [records[run.key] for run in group if run.key in records] for rate, group in runs.items()
+        }
+        if missing:
+            partly = tried if whole else {rate: group for rate, group in done.items() if group}
+            return Tuning(partly, tuple(missing), whole)
+        tried, whole = dict(sorted({**tried, **done}.items())), True
+        found = Tuning(tried)
+        if not found.at_edge or not left:
+            break
+        wanted = [float(f"{found.rate * (low if found.rate == min(tried) else high):.4g}")]
+    return Tuning(tried)
+
+
+def note_choice(file: Path, of: Record, groups: Sequence[Sequence[Record]], chosen: float) -> None:
+    """Write what was tried, its scores and the choice into the records, once; of several, the last counts.
+
+    `of` says whose learning rate it is, `groups` holds the runs of each rate.
+    """
+    keys = [run["key"] for group in groups for run in group]
+    key = hashlib.blake2b(f"choice {of} {keys}".encode(), digest_size=8).hexdigest()
+    metric = groups[0][0]["metric"]
+    record = {
+        "kind": "choice",
+        "key": key,
+        **of,
+        "metric": metric,
+        "grid": [group[0]["config"]["learning_rate"] for group in groups],
+        "scores": [mean(run["final"][metric] for run in group) for group in groups],
+        "chosen": chosen,
+    }
+    Results(file).add(record)
+
 
 Stage = Callable[[str, Sequence[Config], Sequence[str]], Progress]  # what, runs, their names -> progress
 
@@ -24,14 +96,14 @@ def results_file(folder: Path, table: Table, scale: Scale) -> Path:
 
 def run_table(
     table: Table,
-    rows: Sequence[Row],
+    rows: Sequence[TableRow],
     scale: Scale,
     seeds: int,
     jobs: int,
     results: Path,
     work: Path,
     stage: Stage,
-) -> dict[Row, list[Record]]:
+) -> dict[TableRow, list[Record]]:
     """Run what is missing of some rows of a table; return the result records of each."""
     file = results_file(results, table, scale)
     tuned = _tune(table, rows, scale, jobs, file, work, stage)
@@ -49,8 +121,8 @@ def run_table(
 
 
 def _tune(
-    table: Table, rows: Sequence[Row], scale: Scale, jobs: int, file: Path, work: Path, stage: Stage
-) -> dict[Row, Tuning]:
+    table: Table, rows: Sequence[TableRow], scale: Scale, jobs: int, file: Path, work: Path, stage: Stage
+) -> dict[TableRow, Tuning]:
     """Find the learning rate of each row: the grid, then what lies beyond its edges where that is better."""
     records = {key_of(record): record for record in read(file)}
     what = "tuning"
@@ -72,7 +144,7 @@ def _tune(
     return tuned
 
 
-def _told(table: Table, scale: Scale, row: Row) -> Record:
+def _told(table: Table, scale: Scale, row: TableRow) -> Record:
     """Return where a run belongs, and what the paper says of its row."""
     told = {"table": table.name, "title": table.title, "scale": scale, "row": row.label, "value": row.paper}
     return {"paper": told}

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from rtopk.seed import generator
-from rtopk.studies.tasks import cifar, corpus, images
-from rtopk.studies.tasks.classify import Classification
+from rtopk.studies.tasks import datasets, images
 from rtopk.studies.tasks.data import find
-from rtopk.studies.tasks.folders import image_folder, squeezed, train_and_val
-from rtopk.studies.tasks.language import Carrying, Prediction
+from rtopk.studies.tasks.images import image_folder, squeezed, train_and_val
 from rtopk.studies.tasks.models import Gpt, LanguageModel, ResNet, mlp, small_convnet
+from rtopk.studies.tasks.objectives import Carrying, Classification, Prediction
 from rtopk.studies.tasks.shards import Batch, Shard
 from rtopk.studies.train.config import Config, Part
 
@@ -88,7 +87,7 @@ def hold_out(
 @cache
 def cifar10(part: Part, small: bool, model: Callable[[], nn.Module]) -> Classification:
     """CIFAR-10, cropped and flipped at random; small: at 16 x 16. A tenth of the training set validates."""
-    train, test = cifar.load()
+    train, test = datasets.cifar10()
     if small:
         train, test = (images.halved(train[0]), train[1]), (images.halved(test[0]), test[1])
     train, test = images.hold_back(train, test, part, len(train[1]) // 10)
@@ -123,8 +122,8 @@ def tiny_imagenet(part: Part, model: Callable[[int], nn.Module]) -> Classificati
     return Classification(train, test, make, lambda batch, rng: norm(crop(batch, rng)), norm)
 
 
-_ptb = cache(corpus.ptb)  # by the size of the vocabulary
-_shakespeare = cache(corpus.shakespeare)
+_ptb = cache(datasets.ptb)  # by the size of the vocabulary
+_shakespeare = cache(datasets.shakespeare)
 
 
 def ptb(config: Config, *, words: int, units: int, dropout: float, init: float, unroll: int) -> Prediction:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtopk.studies.tasks import cifar, corpus
+from rtopk.studies.tasks import datasets
 from rtopk.studies.tasks.data import OWN, DataError, find
-from rtopk.studies.tasks.folders import Files, image_folder, read_image, train_and_val
+from rtopk.studies.tasks.images import Files, image_folder, read_image, train_and_val
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Found:
 
 
 def _cifar(folder: Path) -> str:
-    (images, _), (test, _) = cifar.load_from(folder)
+    (images, _), (test, _) = datasets.cifar10_from(folder)
     return f"{len(images):,} training and {len(test):,} test images"
 
 
 def _ptb(folder: Path) -> str:
-    text = corpus.ptb()
+    text = datasets.ptb()
     sizes = (
         f"{len(text.train):,} training, {len(text.validation):,} validation, {len(text.test):,} test words"
     )
@@ -33,7 +33,7 @@ def _ptb(folder: Path) -> str:
 
 
 def _shakespeare(folder: Path) -> str:
-    text = corpus.shakespeare()
+    text = datasets.shakespeare()
     total = len(text.train) + len(text.validation) + len(text.test)
     return f"{total:,} characters, {text.words} distinct"
 
@@ -46,9 +46,8 @@ def _folders(*parts: str) -> Callable[[Path], str]:
         for part in parts:
             files, _, classes = image_folder(folder / part)
             _first_and_last(files)
-            said.append(
-                f"{len(files):,} images of {len(classes):,} classes" + (f" in {part}" if part else "")
-            )
+            where = f" in {part}" if part else ""
+            said.append(f"{len(files):,} images of {len(classes):,} classes{where}")
         return ", ".join(said)
 
     return check
@@ -61,12 +60,12 @@ def _first_and_last(files: Files) -> None:
 
 
 SETS: tuple[tuple[str, tuple[str, ...], Callable[[Path], str], str], ...] = (
-    ("CIFAR-10", cifar.FOLDERS, _cifar, "tables 1 and 2"),
+    ("CIFAR-10", datasets.CIFAR_FOLDERS, _cifar, "tables 1 and 2"),
     ("ImageNet", ("imagenet",), _folders("train", "val"), "table 3, scale paper"),
     ("ImageNet sample", ("imagenet-sample",), _folders(""), "task imagenet-sample"),
     ("Tiny ImageNet, 20 classes", ("tiny-imagenet-20",), _folders("train", "val"), "table 3, scale small"),
-    ("Penn Treebank", corpus.PTB_FOLDERS, _ptb, "tables 4 and 5"),
-    ("tiny Shakespeare", corpus.SHAKESPEARE_FOLDERS, _shakespeare, "task shakespeare"),
+    ("Penn Treebank", datasets.PTB_FOLDERS, _ptb, "tables 4 and 5"),
+    ("tiny Shakespeare", datasets.SHAKESPEARE_FOLDERS, _shakespeare, "task shakespeare"),
 )
 
 

@@ -1,15 +1,17 @@
-"""One node's training data, batch by batch. The batch of any step can be asked for at any time.
+"""A training set divided among nodes, and each node's part served batch by batch.
 
-Orders and augmentations depend on (seed, node, epoch or step) alone, so a resumed run meets the same batches.
+Orders and augmentations depend on (seed, node, epoch or step) alone, so the batch of any step can be asked for at
+any time, and a resumed run sees the same batches.
 """
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk.seed import generator
+from rtopk.seed import derive, generator
 
 Batch = tuple[Any, ...]  # what the task's loss takes
 Prepare = Callable[[Any, torch.Generator], Tensor]  # raw inputs and a generator to draw from -> inputs
@@ -92,3 +94,31 @@ class Streams:
         begin = step % self.steps_per_epoch * self.unroll
         window = slice(begin, begin + self.unroll)
         return self.inputs[window], self.targets[window], begin == 0
+
+
+def split(targets: Tensor, nodes: int, kind: str, alpha: float, seed: int) -> list[Tensor]:
+    """Return the positions of each node's examples; every example goes to exactly one node."""
+    if nodes > len(targets):
+        raise ValueError(f"{len(targets)} examples cannot be divided among {nodes} nodes")
+    if kind == "iid":
+        order = torch.randperm(len(targets), generator=generator(seed, "split"))
+        return list(order.tensor_split(nodes))
+    if kind == "contiguous":
+        return list(torch.arange(len(targets)).tensor_split(nodes))
+    if kind == "class":  # in the order of the classes, cut into equal parts: few classes a node
+        order = torch.randperm(len(targets), generator=generator(seed, "split"))
+        return list(order[targets[order].argsort(stable=True)].tensor_split(nodes))
+    return _dirichlet(targets, nodes, alpha, seed)
+
+
+def _dirichlet(targets: Tensor, nodes: int, alpha: float, seed: int) -> list[Tensor]:
+    """Divide each class by shares drawn from a symmetric Dirichlet distribution (Yurochkin et al., 2019)."""
+    rng = np.random.default_rng(derive(seed, "dirichlet"))
+    parts: list[list[Tensor]] = [[] for _ in range(nodes)]
+    for label in torch.unique(targets):
+        members = (targets == label).nonzero()[:, 0]
+        members = members[torch.from_numpy(rng.permutation(len(members)))]
+        cuts = (np.cumsum(rng.dirichlet([alpha] * nodes))[:-1] * len(members)).astype(int)
+        for part, piece in zip(parts, members.tensor_split(torch.from_numpy(cuts)), strict=True):
+            part.append(piece)
+    return [torch.cat(pieces) for pieces in parts]

@@ -1,9 +1,13 @@
-"""All that decides a run: one frozen set of plain values, written into every record and checkpoint."""
+"""A configuration: all that decides a run, as plain values; and the command line that repeats it.
+
+Every record and checkpoint holds one."""
 
 import dataclasses
 import hashlib
 import json
 import math
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -189,3 +193,22 @@ class Config:
         values = {n: v for n, v in self.to_dict().items() if n not in ADDED or v != ADDED[n]}
         text = json.dumps(values, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def command(config: Mapping[str, Any], program: str = "rtopk train") -> str:
+    """Return the command that runs the configuration again.
+
+    >>> command({**Config().to_dict(), "density": 0.001, "dense_biases": True, "masking": False})
+    'rtopk train --density 0.001 --dense-biases --no-masking'
+    """
+    words = program.split()
+    for one in dataclasses.fields(Config):
+        value = config.get(one.name, one.default)
+        if value == one.default:
+            continue
+        flag = one.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", shlex.quote(str(value))]
+    return " ".join(words)

@@ -4,6 +4,7 @@ With a folder, a run writes `run.json` (what it is; when it begins), `events.jso
 it happens), `checkpoint.pt` (about every half minute and when stopped) and `record.json` (at the end). A run that
 goes on from its checkpoint ends with the same weights, to the bit, as one that was never stopped. Under torchrun
 every process holds one node, and the first one writes.
+$RTOPK_TENSORBOARD asks for TensorBoard event files too; as a variable it reaches the workers of every command.
 """
 
 import fcntl
@@ -11,20 +12,19 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rtopk.state_file import write_atomically
-from rtopk.studies.train.command import command
-from rtopk.studies.train.config import Config
+from rtopk.studies.train.config import Config, command
 from rtopk.studies.train.loop import Diverged, Run, device
 from rtopk.studies.train.processes import ProcessRun, launched, leads
 from rtopk.studies.train.records import Record, append, digest, environment
-from rtopk.studies.train.tensorboard import event_file
 
 CHECKPOINT_SECONDS = 30.0
 Point = dict[str, Any]  # what was measured at one evaluation
@@ -79,12 +79,9 @@ def _claimed(folder: Path, should_stop: Callable[[], bool], wait: bool) -> Itera
 
 
 def _execute(
-    config: Config,
-    folder: Path | None,
-    resume: bool,
-    on_round: Callable[[Run], None],
+    config: Config, folder: Path | None, resume: bool, on_round: Callable[[Run], None],
     should_stop: Callable[[], bool],
-) -> Record:
+) -> Record:  # fmt: skip
     if folder is not None and resume and (folder / "record.json").exists():
         record: Record = json.loads((folder / "record.json").read_text())
         if record["key"] != config.key:
@@ -192,3 +189,43 @@ def _load(path: Path, run: Run) -> tuple[list[Point], float]:
     run.load_state_dict(state["run"])
     run.spent.update(state.get("spent", {}))
     return state["curve"], state["seconds"]
+
+
+VARIABLE = "RTOPK_TENSORBOARD"
+
+
+def event_file(folder: Path | None) -> Callable[[Mapping[str, Any]], None]:
+    """Return what logs the points of a run in this folder: nothing, unless it was asked for."""
+    if folder is None or os.environ.get(VARIABLE, "0") in ("", "0"):
+        return lambda point: None
+    return EventFile(folder / "tensorboard")
+
+
+class EventFile:
+    """Log every point that it is called with: one scalar for each name, at the point's round."""
+
+    def __init__(self, folder: Path) -> None:
+        if find_spec("tensorboard") is None:
+            raise ValueError("event files need the tensorboard package: pip install 'rtopk[tensorboard]'")
+        self.folder = folder
+        self.writer: Any = None
+
+    def __call__(self, point: Mapping[str, Any]) -> None:
+        """Write one point and leave the file complete."""
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A resumed run lives through its last rounds again: what was logged of them before is void.
+            self.writer = SummaryWriter(str(self.folder), purge_step=point["round"])
+        for name, value in point.items():
+            if name == "round":
+                continue
+            for tag, number in _scalars(name, value):
+                self.writer.add_scalar(tag, number, point["round"])
+        self.writer.flush()
+
+
+def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}/{part}", number) for part, number in value.items()]
+    return [(name, value)]

@@ -34,7 +34,7 @@ def environment() -> dict[str, str | int]:
         "numba": _version("numba"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
     }
@@ -146,7 +146,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name the CPU."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

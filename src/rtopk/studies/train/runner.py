@@ -26,9 +26,10 @@ from rtopk.studies.train.processes import barrier, launched, leads
 from rtopk.studies.train.records import Record, Results
 
 Progress = Callable[[str, int], None]  # key of a run, rounds it has done
+OnRecord = Callable[[Record], None]  # when a run has finished
 REPORT_EVERY = 25  # rounds between two reports of a worker
 REQUESTS = {signal.SIGINT, signal.SIGTERM}  # to stop
-PATIENCE = 1.0  # seconds after which a second Ctrl-C is meant as one
+SAME_REQUEST = 1.0  # seconds after which a second Ctrl-C is meant as one
 
 
 def run_all(
@@ -80,11 +81,7 @@ def key_of(record: Record) -> str:
 
 
 def _run(
-    configs: Sequence[Config],
-    on_record: Callable[[Record], None],
-    folder: Path,
-    jobs: int,
-    on_progress: Progress,
+    configs: Sequence[Config], on_record: OnRecord, folder: Path, jobs: int, on_progress: Progress
 ) -> None:
     context = multiprocessing.get_context("spawn")  # a forked torch may hang in its thread pool
     stop, reports = context.Event(), context.SimpleQueue()
@@ -125,12 +122,7 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run_here(
-    configs: Sequence[Config],
-    on_record: Callable[[Record], None],
-    folder: Path,
-    on_progress: Progress,
-) -> None:
+def _run_here(configs: Sequence[Config], on_record: OnRecord, folder: Path, on_progress: Progress) -> None:
     """Run one after the other with the processes that there are: under torchrun they are the nodes."""
 
     def report(run: Run) -> None:
@@ -164,7 +156,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.append(time.monotonic())
-        if asked[-1] - asked[0] > PATIENCE:
+        if asked[-1] - asked[0] > SAME_REQUEST:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only

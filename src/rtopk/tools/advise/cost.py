@@ -3,16 +3,22 @@
 A step is the computation, the buckets that DDP sends while backward goes on, and what waits for its end. The
 wire is a ring: an all-reduce passes 2 (n - 1) / n of its bytes over every link in 2 (n - 1) messages, an
 all-gather n - 1 payloads in n - 1 messages. Sizes of our payloads are those of the codec itself.
+Users name a model by its number of entries or as `module:factory`.
 """
 
+import importlib
+import math
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from rtopk.codec import Codec
 from rtopk.ddp.control import SIZE as CONTROL_BYTES
 from rtopk.studies.bench.link import METHODS
-from rtopk.studies.bench.standin import FORWARD
+from rtopk.studies.bench.workloads import FORWARD
 from rtopk.tools.advise.machine import Machine
+from rtopk.tools.show.labels import with_density
 
 HEADERS = (1514 + 66 / 2) / 1448  # Ethernet, IP and TCP, and an acknowledgement for every other segment
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes; DDP's defaults
@@ -37,12 +43,12 @@ class Workload:
     @property
     def size(self) -> int:
         """The number of entries, d."""
-        return sum(_entries(shape) for shape in self.shapes)
+        return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def dense_size(self) -> int:
         """The entries of one dimension, which ours sends whole."""
-        return sum(_entries(shape) for shape in self.shapes if len(shape) <= 1)
+        return sum(math.prod(shape) for shape in self.shapes if len(shape) <= 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,12 @@ class Prediction:
     local_ms: float  # selection, codec, averaging
     wire_ms: float  # on the link, hidden behind backward or not
     payload_bytes: float
-    received_bytes: float = field(default=0.0)  # per node and step, without headers
+    received_bytes: float = 0.0  # per node and step, without headers
+
+    @property
+    def label(self) -> str:
+        """Name the method with its density and values."""
+        return with_density(self.method, self.density, self.values)
 
 
 def predict(machine: Machine, work: Workload, link: Link) -> list[Prediction]:
@@ -141,7 +152,7 @@ def _payload_entries(work: Workload, method: str, density: float | None) -> floa
     rank, total = int(method[-1]), 0
     for shape in work.shapes:
         rows = shape[0]
-        columns = _entries(shape) // rows
+        columns = math.prod(shape) // rows
         low = (rows + columns) * rank
         total += low if low * 2 < rows * columns else rows * columns  # PyTorch's rule
     return total
@@ -149,11 +160,11 @@ def _payload_entries(work: Workload, method: str, density: float | None) -> floa
 
 def _buckets(shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
     """Return DDP's buckets: their share of the entries, and how far backward is when they are full."""
-    total = sum(_entries(shape) for shape in shapes)
+    total = sum(math.prod(shape) for shape in shapes)
     weights = sum(len(shape) > 1 for shape in shapes) or 1
     found, held, passed, limit = [], 0, 0, FIRST_BUCKET
     for shape in reversed(shapes):
-        held += _entries(shape)
+        held += math.prod(shape)
         passed += len(shape) > 1
         if 4 * held >= limit:
             found.append((held / total, min(1.0, passed / weights)))
@@ -163,8 +174,39 @@ def _buckets(shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
     return found
 
 
-def _entries(shape: Sequence[int]) -> int:
-    product = 1
-    for side in shape:
-        product *= side
-    return product
+UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
+
+
+def workload(model: str, step_ms: float) -> Workload:
+    """Read a model: 11200000, 11.2M, 7B, or the importable factory of a torch module.
+
+    >>> workload("7B", 100.0).size
+    6999696060
+    """
+    if ":" in model:
+        return Workload(_shapes(model), step_ms)
+    number, unit = (model[:-1], model[-1].lower()) if model[-1:].lower() in UNITS else (model, "")
+    try:
+        size = round(float(number) * UNITS.get(unit, 1))
+    except ValueError:
+        raise ValueError(
+            f"model must be a number of entries (11200000, 11.2M, 7B) or module:factory, got {model!r}"
+        ) from None
+    return Workload.of_size(size, step_ms)
+
+
+def _shapes(model: str) -> tuple[tuple[int, ...], ...]:
+    import torch
+
+    module, _, factory = model.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import {model}: {error}") from error
+    with torch.device("meta"):  # shapes only: a large model need not fit here
+        made = make()
+    if not isinstance(made, torch.nn.Module):
+        raise ValueError(f"{model} must return a torch.nn.Module, got {type(made).__name__}")
+    return tuple(tuple(p.shape) for p in made.parameters() if p.requires_grad)

@@ -13,15 +13,12 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
-from rtopk.tools.cli import bench, data, fed
+from rtopk.tools.cli import bench, fed
 from rtopk.tools.cli.advise import advise
-from rtopk.tools.cli.demo import demo
 from rtopk.tools.cli.lab import app as lab
 from rtopk.tools.cli.report import report, watch
-from rtopk.tools.cli.reproduce import reproduce
-from rtopk.tools.cli.rivals import rivals
-from rtopk.tools.cli.tables import tables
-from rtopk.tools.cli.train import train
+from rtopk.tools.cli.studies import data, reproduce, rivals, tables
+from rtopk.tools.cli.train import demo, train
 
 typer.core.HAS_RICH = False  # typer 0.20, which Flower needs, escapes brackets for rich in plain help too
 
@@ -60,7 +57,7 @@ app.command()(train)
 app.command()(rivals)
 app.command()(reproduce)
 app.command()(tables)
-app.add_typer(data.app, name="data")
+app.add_typer(data, name="data")
 app.add_typer(lab, name="lab")
 app.command()(report)
 app.command()(watch)

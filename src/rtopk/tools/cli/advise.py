@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from rtopk.tools.advise.tables import Rows
+    from rtopk.tools.advise.output import Rows
 
 
 def advise(
@@ -33,23 +33,21 @@ def advise(
     Predictions come from measured parts: selection, codec, software and wire. Without --measure they are
     those of the machine that the documentation was measured on.
     """
-    from rich.console import Console
-
-    from rtopk.tools.advise import Link, Machine, choose, predict, reference, tables
-    from rtopk.tools.advise import measure as measure_machine
-    from rtopk.tools.advise import probe as probing
-    from rtopk.tools.advise.compare import compare, median_error
-    from rtopk.tools.advise.model import workload
-    from rtopk.tools.advise.simulate import simulate as simulate_all
+    from rtopk.tools.advise import Link, Machine, choose, output, predict, reference
+    from rtopk.tools.advise import machine as machines
+    from rtopk.tools.advise.advice import compare, median_error
+    from rtopk.tools.advise.advice import simulate as simulate_all
+    from rtopk.tools.advise.cost import workload
+    from rtopk.tools.show.terminal import errors
 
     if listen is not None:
-        probing.listen(listen)
+        machines.listen(listen)
         return
     if machine_file is not None:
         machine = Machine.from_json(json.loads(machine_file.read_text()))
     elif measure:
-        with Console(stderr=True).status("") as status:
-            machine = measure_machine(status.update)
+        with errors.status("") as status:
+            machine = machines.measure(status.update)
     else:
         machine = reference()
     if keep is not None:
@@ -57,33 +55,24 @@ def advise(
     if simulate:
         points = list(simulate_all(machine))
         if picture is not None:
-            from rtopk.tools.advise.picture import draw_winners
-
-            draw_winners(points, picture)
-        _say(
-            tables.simulated(points),
-            f"Parts of: {machine.name}",
-            tables.simulated_json(points),
-            as_json,
-            markdown,
-        )
+            output.draw_winners(points, picture)
+        text = f"Parts of: {machine.name}"
+        _say(output.simulated(points), text, output.simulated_json(points), as_json, markdown)
         return
     if against is not None:
         rows = compare(machine, json.loads(against.read_text())["rows"], cores)
         if picture is not None:
-            from rtopk.tools.advise.picture import draw_compared
-
-            draw_compared(rows, picture)
+            output.draw_compared(rows, picture)
         text = (
             f"Median error {100 * median_error(rows):.1f} % over {len(rows)} rows. Parts of: {machine.name}"
         )
-        _say(tables.compared(rows), text, tables.compared_json(rows), as_json, markdown)
+        _say(output.compared(rows), text, output.compared_json(rows), as_json, markdown)
         return
     if probe is not None:
         host, _, port = probe.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"--probe must be HOST:PORT, got {probe!r}")
-        found = probing.probe(host, int(port))
+        found = machines.probe(host, int(port))
         mbit = found.mbit if mbit is None else mbit
         latency_ms = found.latency_ms if latency_ms is None else latency_ms
     if mbit is None:
@@ -93,32 +82,26 @@ def advise(
     predictions = predict(machine, work, link)
     advice = choose(predictions)
     text = (
-        f"{work.size / 1e6:,.1f} M entries, {nodes} nodes, {tables.rate(round(mbit, 1))}, "
+        f"{work.size / 1e6:,.1f} M entries, {nodes} nodes, {output.rate(round(mbit, 1))}, "
         f"latency {link.latency_ms:.2g} ms. Parts of: {machine.name}\n{advice.reason}"
     )
     data = {
         "mbit": mbit,
         "latency_ms": link.latency_ms,
         "machine": machine.name,
-        **tables.advice_json(predictions, advice),
+        **output.advice_json(predictions, advice),
     }
-    _say(tables.predictions(predictions), text, data, as_json, markdown)
+    _say(output.predictions(predictions), text, data, as_json, markdown)
 
 
 def _say(rows: "Rows", text: str, data: dict[str, Any], as_json: bool, markdown: bool) -> None:
+    from rtopk.tools.show.tables import markdown as in_markdown
+    from rtopk.tools.show.terminal import console, print_json, table
+
     if as_json:
-        print(json.dumps(data))
-        return
-    from rtopk.tools.advise import tables
-
-    if markdown:
-        print(tables.markdown(rows), end=f"\n\n{text}\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0])
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console().print(table)
-    print(text)
+        print_json(data)
+    elif markdown:
+        print(*in_markdown(rows[0], rows[1:], right=False), sep="\n", end=f"\n\n{text}\n")
+    else:
+        console.print(table("", rows[0], rows[1:], left=len(rows[0])))
+        print(text)

@@ -5,7 +5,73 @@ from pathlib import Path
 
 import typer
 
-from rtopk.tools.cli.link import link
+
+def link(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
+    quick: bool = typer.Option(False, "--quick", help="ResNet-18 at 100 Mbit/s, in under 3 minutes."),
+    loopback: bool = typer.Option(False, "--loopback", help="Without root: 127.0.0.1, no limits."),
+    model: list[str] = typer.Option([], "--model", help="resnet18, lstm1500 or small; repeat."),
+    mbit: list[float] = typer.Option([], "--mbit", min=0, help="Mbit/s, 0 is unshaped; repeat."),
+    nodes: list[int] = typer.Option([], "--nodes", min=2, max=64, help="Number of hosts; repeat."),
+    rounds: int | None = typer.Option(None, "--rounds", min=1, help="Visits to each method."),
+    steps: int | None = typer.Option(None, "--steps", min=1, help="Steps of each visit."),
+    compute_ms: float | None = typer.Option(
+        None, "--compute-ms", min=0, help="Computation to wait for; else measured."
+    ),
+    method: list[str] = typer.Option([], "--method", help="Only these methods; repeat."),
+    out: Path | None = typer.Option(None, "--out", help="Keep the JSON here; what is there is not repeated."),
+    picture: Path | None = typer.Option(None, "--picture", help="PNG of step time over the rate."),
+    show: Path | None = typer.Option(None, "--show", help="Print what --out kept; measure nothing."),
+) -> None:
+    """Measure every method on shaped links.
+
+    Step time, its parts, and bytes at the interface.
+
+    Makes hosts out of network namespaces and limits their links with tc, so it needs root and iproute2.
+    Computation is replaced by waiting for as long as a real step takes on one core.
+    """
+    from dataclasses import replace
+
+    from rtopk.studies.bench import link as bench
+    from rtopk.studies.bench import link_report as report
+    from rtopk.tools.show.terminal import console, errors
+
+    plan = bench.QUICK if quick else bench.LinkPlan()
+    plan = replace(
+        plan,
+        models=tuple(model) or plan.models,
+        mbits=tuple(rate or None for rate in mbit) or plan.mbits,
+        nodes=tuple(nodes) or plan.nodes,
+        rounds=rounds or plan.rounds,
+        steps=steps or plan.steps,
+        compute_ms=compute_ms,
+        loopback=loopback,
+        methods=tuple(key for key in plan.methods if not method or key[0] in method),
+    )
+    if not plan.methods:
+        names = ", ".join(dict.fromkeys(key[0] for key in bench.METHODS))
+        raise ValueError(f"--method must be one of {names}; got {', '.join(method)}")
+    kept = show if show is not None else out
+    rows: list[bench.LinkRow] = []
+    if kept is not None and (show is not None or kept.exists()):
+        rows = bench.from_json(json.loads(kept.read_text()))
+    with errors.status("") as status:
+        # Half an hour of silence in a log would look like a hang.
+        tell = status.update if errors.is_terminal else errors.print
+        for cell in bench.measure(plan, tell, rows) if show is None else ():
+            rows += cell
+            if out is not None:
+                out.write_text(json.dumps(bench.as_json(rows), indent=1) + "\n")
+    if picture is not None:
+        report.draw_measured(rows, plan.nodes[0], picture)
+    if as_json:
+        print(json.dumps(bench.as_json(rows)))
+    elif markdown:
+        print(report.markdown(rows))
+    else:
+        report.show(rows, console)
+
 
 app = typer.Typer(help="Measure the parts against their floors and rivals.", no_args_is_help=True)
 
@@ -27,14 +93,13 @@ def compress(
     """
     from dataclasses import replace
 
-    from rich.console import Console
-
     from rtopk.studies.bench import compress as bench
     from rtopk.studies.bench import compress_report as report
+    from rtopk.tools.show.terminal import errors
 
-    plan = replace(bench.QUICK if quick else bench.Plan(), data_dir=data_dir)
+    plan = replace(bench.QUICK if quick else bench.CompressPlan(), data_dir=data_dir)
     plan = replace(plan, threads=tuple(threads) or plan.threads, sizes=tuple(d) or plan.sizes)
-    with Console(stderr=True).status("") as status:
+    with errors.status("") as status:
         measured = list(bench.measure(plan, status.update))
         if as_json:
             print(json.dumps(bench.as_json([row for _, rows in measured for row in rows])))
@@ -58,12 +123,11 @@ def codec(
     """Measure bits and time of payloads against the entropy bound."""
     from dataclasses import replace
 
-    from rich.console import Console
-
     from rtopk.studies.bench import codec as bench
+    from rtopk.tools.show.terminal import errors
 
-    plan = replace(bench.QUICK if quick else bench.Plan(), data_dir=data_dir)
-    with Console(stderr=True).status("") as status:
+    plan = replace(bench.QUICK if quick else bench.CodecPlan(), data_dir=data_dir)
+    with errors.status("") as status:
         measured = bench.measure(plan, status.update)
     if as_json:
         print(json.dumps(bench.as_json(measured)))
@@ -82,11 +146,10 @@ def aggregate(
     density: float = typer.Option(0.01, help="Part of the entries a client sends: k / d."),
 ) -> None:
     """Measure the server's mean against only adding the entries."""
-    from rich.console import Console
-
     from rtopk.studies.bench import aggregate as bench
+    from rtopk.tools.show.terminal import errors
 
-    with Console(stderr=True).status("making payloads, then taking turns"):
+    with errors.status("making payloads, then taking turns"):
         found = bench.measure(clients, d, density)
     if as_json:
         print(json.dumps(bench.as_json(found)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from rtopk.studies.federation.options import Federation
+from rtopk.studies.federation.settings import Federation
 from rtopk.studies.train.config import Config
 from rtopk.tools.cli.options import options_of
 
@@ -65,11 +65,8 @@ def traffic(
     Four deployments: dense FedAvg, compressed, compressed without a first model
     that clients make from the seed, and compressed with an exact downlink.
     """
-    from rich.table import Table
-
-    from rtopk.studies.federation.traffic import compare
-    from rtopk.studies.train.config import Config
-    from rtopk.tools.show.terminal import console, errors, print_json
+    from rtopk.studies.federation.engines import compare
+    from rtopk.tools.show.terminal import console, errors, print_json, table
 
     config = Config(task=task, setting="federated", nodes=nodes, rounds=rounds, density=density,
                     local_steps=1, evaluate_every=rounds)  # fmt: skip
@@ -81,13 +78,16 @@ def traffic(
         print_json(measured)
         return
     rows = measured["rows"]
-    table = Table(title=f"{rows[0]['parameters']:,} parameters, {nodes} clients, {rounds} rounds")
-    for heading in ("", "bytes a round", "times less", "bytes in total", "times less"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in rows:
-        table.add_row(row["name"], f"{row['steady']:,.0f}", f"{row['steady_times_less']:.1f}",
-                      f"{row['total']:,}", f"{row['total_times_less']:.1f}")  # fmt: skip
-    console.print(table)
+    cells = [
+        [
+            row["name"], f"{row['steady']:,.0f}", f"{row['steady_times_less']:.1f}", f"{row['total']:,}",
+            f"{row['total_times_less']:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    heads = ["", "bytes a round", "times less", "bytes in total", "times less"]
+    title = f"{rows[0]['parameters']:,} parameters, {nodes} clients, {rounds} rounds"
+    console.print(table(title, heads, cells))
 
 
 def _run(

@@ -37,9 +37,9 @@ def risk(
     Against k, n, s and d.
     The last table has the slopes where Theorem 1 predicts -1, -1 and 2.
     """
+    from rtopk.studies.lab.experiments import steps_of_risk, study_risk
     from rtopk.studies.lab.risk import Setting
-    from rtopk.studies.lab.studies import steps_of_risk, study_risk
-    from rtopk.tools.show.terminal import console, make_progress
+    from rtopk.tools.show.terminal import console, make_progress, table
 
     base = Setting(d, s, n, k, family, signed)
     with make_progress() as progress:
@@ -52,25 +52,27 @@ def risk(
         return
     for sweep in study.sweeps:
         fixed = ", ".join(f"{a} = {getattr(base, a):g}" for a in "dsnk" if a != sweep.axis)
-        table = _table(f"Risk against {sweep.axis} ({fixed})", [sweep.axis, *sweep.risks, "Thm 2", "Thm 1"])
-        points = list(zip(*sweep.risks.values(), sweep.lower, sweep.upper, strict=True))
-        for *risks, lower, upper in points:
-            cells = [f"{found.mean:.4g}" for found in risks]
-            value = getattr(risks[0].setting, sweep.axis)
-            table.add_row(f"{value:g}", *cells, f"{lower:.4g}" if lower else "-", f"{upper:.4g}")
-        table.add_section()
-        table.add_row("slope", *(f"{slope.value:+.3f}" for slope in sweep.slopes.values()), "", "")
-        console.print(table)
-    table = _table("Bits a node for 3 x centralised risk (s = 16, n = 4000)", ["d", *study.needed])
-    for rows in zip(*study.needed.values(), strict=True):
-        table.add_row(str(rows[0][0]), *("none" if need is None else str(need) for _, need in rows))
-    console.print(table)
-    table = _table(
-        "Slopes in the regime (d = 2^60, k' far below s)", ["axis", "slope, 95 % interval", "theorem"]
-    )
-    for axis, want in (("k", "-1"), ("n", "-1"), ("s", "+2")):
-        table.add_row(axis, str(study.regime[axis]), want)
-    console.print(table)
+        rows = [
+            [
+                f"{getattr(risks[0].setting, sweep.axis):g}", *(f"{found.mean:.4g}" for found in risks),
+                f"{lower:.4g}" if lower else "-", f"{upper:.4g}",
+            ]
+            for *risks, lower, upper in zip(*sweep.risks.values(), sweep.lower, sweep.upper, strict=True)
+        ]  # fmt: skip
+        heads = [sweep.axis, *sweep.risks, "Thm 2", "Thm 1"]
+        laid = table(f"Risk against {sweep.axis} ({fixed})", heads, rows, left=0)
+        laid.add_section()
+        laid.add_row("slope", *(f"{slope.value:+.3f}" for slope in sweep.slopes.values()), "", "")
+        console.print(laid)
+    rows = [
+        [str(needs[0][0]), *("none" if need is None else str(need) for _, need in needs)]
+        for needs in zip(*study.needed.values(), strict=True)
+    ]
+    title = "Bits a node for 3 x centralised risk (s = 16, n = 4000)"
+    console.print(table(title, ["d", *study.needed], rows, left=0))
+    rows = [[axis, str(study.regime[axis]), want] for axis, want in (("k", "-1"), ("n", "-1"), ("s", "+2"))]
+    heads = ["axis", "slope, 95 % interval", "theorem"]
+    console.print(table("Slopes in the regime (d = 2^60, k' far below s)", heads, rows, left=0))
     worst = max(row["used"] - row["k"] for row in study.bits)
     console.print(f"Bits used: at most k at {len(study.bits)} values of k; the closest is k {worst:+d}.")
     _tell(paths)
@@ -88,9 +90,9 @@ def bounds(
     On a grid; prints the constants c and C that it needs.
     """
     from rtopk.studies.lab.bounds import LOWER, UPPER
+    from rtopk.studies.lab.experiments import study_bounds
     from rtopk.studies.lab.risk import grid
-    from rtopk.studies.lab.studies import study_bounds
-    from rtopk.tools.show.terminal import console, make_progress
+    from rtopk.tools.show.terminal import console, make_progress, table
 
     with make_progress() as progress:
         bar = progress.add_task("bounds", total=len(grid()))
@@ -100,14 +102,13 @@ def bounds(
     paths = pictures.bounds(study, out)
     if _printed(as_json, study.to_dict(), paths):
         return
-    table = _table(
-        "Measured risk over each bound, by d", ["d", "settings", "least / Thm 2", "largest / Thm 1"]
-    )
+    cells = []
     for d in sorted({row.setting.d for row in study.rows}):
         rows = [row for row in study.rows if row.setting.d == d]
         least, largest = min(row.over_lower for row in rows), max(row.over_upper for row in rows)
-        table.add_row(str(d), str(len(rows)), f"{least:.3f}", f"{largest:.3f}")
-    console.print(table)
+        cells.append([str(d), str(len(rows)), f"{least:.3f}", f"{largest:.3f}"])
+    heads = ["d", "settings", "least / Thm 2", "largest / Thm 1"]
+    console.print(table("Measured risk over each bound, by d", heads, cells, left=0))
     console.print(
         f"{len(study.rows)} settings need c = {study.c:.3f} and C = {study.C:.3f}; the fixed pair "
         f"({LOWER:g}, {UPPER:g}) {'encloses them all' if study.inside else 'DOES NOT enclose them all'}."
@@ -131,8 +132,8 @@ def convergence(
     On a non-convex problem with known L and G.
     """
     from rtopk.studies.lab.convergence import Problem
-    from rtopk.studies.lab.studies import steps_of_convergence, study_convergence
-    from rtopk.tools.show.terminal import console, make_progress
+    from rtopk.studies.lab.experiments import steps_of_convergence, study_convergence
+    from rtopk.tools.show.terminal import console, make_progress, table
 
     with make_progress() as progress:
         bar = progress.add_task("convergence", total=steps_of_convergence(density, horizon, seeds))
@@ -144,19 +145,20 @@ def convergence(
     if _printed(as_json, study.to_dict(), paths):
         return
     title = f"Mean ||grad f||^2 (L = {problem.L:g}, G = {problem.G:.3f}, gap = {problem.gap():.2f})"
-    table = _table(title, ["k", "T", "measured", "Thm 3", "1/sqrt(T) term", "1/T term"])
-    for o in study.outcomes:
-        bound = [f"{value:.4g}" for value in (sum(o.bound), *o.bound)]
-        table.add_row(str(o.k), str(o.T), f"{o.measured:.4g}", *bound)
-    console.print(table)
+    heads = ["k", "T", "measured", "Thm 3", "1/sqrt(T) term", "1/T term"]
+    rows = [
+        [str(o.k), str(o.T), *(f"{value:.4g}" for value in (o.measured, sum(o.bound), *o.bound))]
+        for o in study.outcomes
+    ]
+    console.print(table(title, heads, rows, left=0))
     for k, slope in sorted(study.slopes.items()):
         console.print(f"k = {k}: slope in T {slope} (first term of the theorem: -0.5)")
-    table = _table(
-        f"measured(k) - measured(d) at T = {study.excess_horizon}", ["k", *study.excess, "1/T term"]
-    )
-    for (k, term), *excess in zip(study.second_terms, *study.excess.values(), strict=True):
-        table.add_row(str(k), *(f"{value:.4g}" for _, value in excess), f"{term:.4g}")
-    console.print(table)
+    rows = [
+        [str(k), *(f"{value:.4g}" for _, value in excess), f"{term:.4g}"]
+        for (k, term), *excess in zip(study.second_terms, *study.excess.values(), strict=True)
+    ]
+    title = f"measured(k) - measured(d) at T = {study.excess_horizon}"
+    console.print(table(title, ["k", *study.excess, "1/T term"], rows, left=0))
     for name, slope in study.excess_slopes.items():
         console.print(f"{name}: slope of that in k {slope} (second term of the theorem: about -2)")
     console.print(f"Theorem 3 {'was never crossed' if study.never_crossed else 'WAS CROSSED'}.")
@@ -185,8 +187,8 @@ def inspect(
     import torch
 
     from rtopk.studies.lab.gradients import Inspector
+    from rtopk.studies.lab.inspect_run import inspect as look_into
     from rtopk.studies.train.loop import Run
-    from rtopk.studies.train.probe import inspect as look_into
     from rtopk.tools.show.terminal import console, make_progress
 
     torch.set_num_threads(1)
@@ -225,26 +227,20 @@ def inspect(
 
 
 def _look_table(look: dict[str, Any]) -> "Table":
+    from rtopk.tools.show.terminal import table
+
     node = look["node"]
-    table = _table(
+    title = (
         f"Round {look['round']}: d = {node['d']}, k = {look['k']}, s = {node['s']:.0f}, tail index "
         f"{node['tail_index']:.2f}, {100 * node['energy_in_largest']['0.01']:.0f} % of energy in 1 %\n"
-        f"Squared error / ||true||^2 (dense mean of the nodes: {look['error_of_dense_mean']:.3g})",
-        ["scheme", "r / k", "k", "bytes", "plain", "x r / k", "with residual", "lag"],
+        f"Squared error / ||true||^2 (dense mean of the nodes: {look['error_of_dense_mean']:.3g})"
     )
+    heads = ["scheme", "r / k", "k", "bytes", "plain", "x r / k", "with residual", "lag"]
+    rows = []
     for row in look["schemes"]:
         errors = [f"{row[c]:.3g}" for c in ("error", "error_scaled", "error_with_residual", "lag")]
-        table.add_row(row["scheme"], f"{row['r_over_k']:.4g}", str(row["k"]), f"{row['bytes']:,}", *errors)
-    return table
-
-
-def _table(title: str, columns: Sequence[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+        rows.append([row["scheme"], f"{row['r_over_k']:.4g}", str(row["k"]), f"{row['bytes']:,}", *errors])
+    return table(title, heads, rows, left=0)
 
 
 def _printed(as_json: bool, report: dict[str, Any], paths: Sequence[Path]) -> bool:

@@ -1,8 +1,10 @@
-"""Options of commands from the fields of a dataclass: name, type, default and help stand in one place."""
+"""Options of commands: from the fields of a dataclass, and those that reach the workers through the environment."""
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import typer
@@ -45,3 +47,15 @@ def options_of(
         return call
 
     return take
+
+
+def set_environment(
+    data_dir: Path | None = None, device: str | None = None, tensorboard: bool = False
+) -> None:
+    """Set the variables that runs read; workers inherit them."""
+    if data_dir is not None:
+        os.environ["RTOPK_DATA"] = str(data_dir)
+    if device is not None:
+        os.environ["RTOPK_DEVICE"] = device
+    if tensorboard:
+        os.environ["RTOPK_TENSORBOARD"] = "1"

@@ -5,14 +5,87 @@ What is none of these is refused with the file, the line and what is accepted.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtopk.tools.report import check
-
 Record = dict[str, Any]
+HEAD = ("config", "metric")
+NEEDED = (*HEAD, "curve", "final")
+CONFIG = {"task": str, "setting": str, "method": str, "density": float, "nodes": float, "rounds": float}
+TOTALS = ("parameters", "seconds", "sent_bytes_per_round", "received_bytes_per_round")
+POINT = ("round", "sent_bytes", "received_bytes", "seconds")  # of each point of the curve
+
+
+def faults(run: Record) -> Iterator[str]:
+    """Yield what is wrong with the record of a finished run."""
+    missing = [name for name in NEEDED if name not in run]
+    if missing:
+        yield f"is a train record without {', '.join(missing)}"
+        return
+    yield from head_faults(run)
+    yield from _amounts(run, "", TOTALS)
+    if not isinstance(run["curve"], list) or not all(
+        isinstance(p, dict) for p in (*run["curve"], run["final"])
+    ):
+        yield "must have a list of objects as curve and an object as final"
+        return
+    if not run["curve"] or run["metric"] not in run["final"]:
+        yield f"is a train record without a score named {run['metric']!r}"
+        return
+    for number, point in enumerate((*run["curve"], run["final"])):
+        name = f"curve[{number}]." if number < len(run["curve"]) else "final."
+        yield from point_faults(point, name)
+
+
+def head_faults(run: Record) -> Iterator[str]:
+    """Yield what is wrong with what is known of a run before its first round."""
+    missing = [name for name in HEAD if name not in run]
+    if missing:
+        yield f"is a run without {', '.join(missing)}"
+        return
+    config = run["config"] if isinstance(run["config"], dict) else {}
+    for name, kind in CONFIG.items():
+        if name not in config:
+            yield f"has a configuration without {name}"
+        elif not (_is_amount(config[name]) if kind is float else isinstance(config[name], kind)):
+            yield f"has {config[name]!r} as {name}"
+    for name, kind in {"key": str, "metric": str, "environment": dict, "paper": dict, "command": str}.items():
+        if name in run and not isinstance(run[name], kind):
+            yield f"has {run[name]!r} as {name}"
+    if "parameters" in run:
+        yield from _amounts(run, "", ("parameters",))
+
+
+def point_faults(point: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield what is wrong with a point of a curve; scores may be NaN, amounts may not."""
+    yield from _amounts(point, name, POINT)
+    for key, value in point.items():
+        if key == "spent":  # seconds by stage
+            right = isinstance(value, dict) and all(map(_is_number, value.values()))
+        else:
+            right = _is_number(value)
+        if not right:
+            yield f"has {value!r} as {name}{key}"
+
+
+def _amounts(record: Mapping[str, Any], prefix: str, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        if not _is_amount(record.get(name)):
+            found = f"{record[name]!r} as" if name in record else "no"
+            yield f"has {found} {prefix}{name}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value >= 0
+
+
 ACCEPTED = (
     'accepted are records of `rtopk train`, `demo` and `reproduce` (kind "train") and what '
     "`rtopk bench ... --json` and `rtopk lab ... --json` print"
@@ -115,12 +188,12 @@ def _going_on(head: Path) -> Record | None:
     if (head.parent / "record.json").exists():
         return None
     run: Record = json.loads(head.read_text())
-    fault = next(check.head_faults(run), None)
+    fault = next(head_faults(run), None)
     events = head.parent / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True) if events.exists() else []
     run["curve"] = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
     for number, point in enumerate(run["curve"]):
-        fault = fault or next(check.point_faults(point, f"curve[{number}]."), None)
+        fault = fault or next(point_faults(point, f"curve[{number}]."), None)
     if fault is not None:
         raise ValueError(f"{head.parent} {fault[:200]}; {ACCEPTED}")
     if run["curve"]:
@@ -166,7 +239,9 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
         raise ValueError(f"{path} line {line} is a {type(value).__name__}, not a JSON object; {ACCEPTED}")
     kind = value.get("kind")
     if kind == "train":
-        _check_run(value, path, line)
+        fault = next(faults(value), None)
+        if fault is not None:
+            raise ValueError(f"{path} line {line} {fault[:200]}; {ACCEPTED}")
         inputs.add([value])
         return
     if kind == "choice":
@@ -174,11 +249,8 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
         return
     name = next((name for name, keys in STUDIES.items() if all(key in value for key in keys)), None)
     if name is None:
-        what = (
-            f"kind {kind!r}"
-            if kind is not None
-            else f"an object with {', '.join(list(value)[:6]) or 'nothing'}"
-        )
+        names = ", ".join(list(value)[:6]) or "nothing"
+        what = f"an object with {names}" if kind is None else f"kind {kind!r}"
         raise ValueError(f"{path} line {line} is {what}; {ACCEPTED}")
     if name in ("bench", "lab bounds"):
         rows = value["rows"]
@@ -187,9 +259,3 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
     if name == "bench":
         name = next((bench for bench, column in BENCHES.items() if column in rows[0]), name)
     inputs.studies.append(Study(name, str(kind or value.get("bench") or name), str(path), value))
-
-
-def _check_run(run: Record, path: Path, line: int) -> None:
-    fault = next(check.faults(run), None)
-    if fault is not None:
-        raise ValueError(f"{path} line {line} {fault[:200]}; {ACCEPTED}")

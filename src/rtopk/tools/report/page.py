@@ -12,11 +12,11 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from rtopk.tools.report import figures, paper, pictures, tables, words
-from rtopk.tools.report.figures import Plain
+from rtopk.tools.report import plots, summary
 from rtopk.tools.report.inputs import Inputs
+from rtopk.tools.report.measurements import show
+from rtopk.tools.report.plots import Plain
 from rtopk.tools.report.series import Series, collect
-from rtopk.tools.report.studies import show
 from rtopk.tools.show import palette
 
 PLOTS = {  # section of a panel -> heading and what the plots of it show
@@ -52,7 +52,7 @@ class Page:
     @cached_property
     def data(self) -> list[Plain]:
         """Return the numbers behind the plots of each panel."""
-        return [figures.panel(title, series) for title, series in self.panels.items()]
+        return [plots.panel(title, series) for title, series in self.panels.items()]
 
     @cached_property
     def studies(self) -> list[tuple[str, str, list[Plain]]]:
@@ -66,17 +66,17 @@ class Page:
 
     def parts(self) -> dict[str, str]:
         """Return the pieces of text and tables by name."""
-        shown = "".join(f"<p>{escape(words.what_it_shows(series))}</p>" for series in self.panels.values())
+        shown = "".join(f"<p>{escape(summary.what_it_shows(series))}</p>" for series in self.panels.values())
         parts = {
-            "run": f"<p>{escape(words.what_was_run(self.panels, self.inputs.tuning))}</p>"
+            "run": f"<p>{escape(summary.what_was_run(self.panels, self.inputs.tuning))}</p>"
             if self.panels
             else "",
             "shows": shown,
-            "summary": tables.summary(self.panels),
-            "paper": paper.tables(self.panels) + paper.tuning(self.inputs.choices),
-            "ledger": tables.ledger(self.panels) if self.panels else "",
-            "time": tables.times(self.panels),
-            "environment": tables.environment(self.panels) if self.panels else "",
+            "summary": summary.methods(self.panels),
+            "paper": summary.beside_paper(self.panels) + summary.tuning(self.inputs.choices),
+            "ledger": summary.ledger(self.panels) if self.panels else "",
+            "time": summary.times(self.panels),
+            "environment": summary.environment(self.panels) if self.panels else "",
         }
         for i, (_, html, _) in enumerate(self.studies):
             parts[f"study-{i}"] = html
@@ -87,7 +87,7 @@ class Page:
         labels = [[one.label for one in series] for series in self.panels.values()]
         charts = [[chart["title"] for chart in found] for _, _, found in self.studies]
         shown = [bool(p["series"]) for p in self.data]
-        return json.dumps([list(self.panels), labels, shown, charts, bool(paper.tables(self.panels))])
+        return json.dumps([list(self.panels), labels, shown, charts, bool(summary.beside_paper(self.panels))])
 
     def html(self) -> str:
         """Return the page."""
@@ -111,7 +111,7 @@ class Page:
     def _sections(self) -> Iterator[str]:
         parts = self.parts()
         if self.panels:
-            drawn = [{} if self.live else pictures.all_of(panel) for panel in self.data]
+            drawn = [{} if self.live else plots.all_of(panel) for panel in self.data]
             yield _section("first", "What it shows", _part(parts, "run") + _part(parts, "shows"))
             yield '<div id="controls" hidden></div>'
             yield f'<section id="headline">{self._figures("headline", drawn)}</section>'
@@ -126,7 +126,7 @@ class Page:
         for i, (title, _, charts) in enumerate(self.studies):
             html = ""
             for chart in charts:
-                static = "" if self.live else pictures.chart(chart)
+                static = "" if self.live else plots.chart(chart)
                 html += _figure(f"chart-{number}", chart["title"], f'data-chart="{number}"', static)
                 number += 1
             yield _section(

@@ -7,10 +7,13 @@ the method and its compression, then whatever option else differs.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from rtopk.tools.report.inputs import Record, is_going_on
+from rtopk.tools.show import palette
+from rtopk.tools.show.intervals import half_width, welch
+from rtopk.tools.show.labels import with_compression
 
 POINTS = 150  # of a curve on the page; more can neither be seen nor kept small
 
@@ -100,32 +103,15 @@ def thinned(length: int, limit: int = POINTS) -> list[int]:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return mean and 95 % interval (Student's t) of independent values."""
-    mean = fmean(values) if values else math.nan
-    if len(values) < 2:
-        return Estimate(mean, math.nan, len(values))
-    half = quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, half, len(values))
+    half = half_width(values) if len(values) > 1 else math.nan
+    return Estimate(fmean(values) if values else math.nan, half, len(values))
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
     """Return mean(a) - mean(b) and its 95 % interval by Welch's t, without assuming equal spread."""
-    mean = fmean(a) - fmean(b)
-    if len(a) < 2 or len(b) < 2:
-        return Estimate(mean, math.nan, 1)
-    parts = [stdev(values) ** 2 / len(values) for values in (a, b)]
-    if sum(parts) == 0.0:
-        return Estimate(mean, 0.0, 2)
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (a, b), strict=True)
-    )
-    return Estimate(mean, quantile(freedom) * math.sqrt(sum(parts)), min(len(a), len(b)))
-
-
-def quantile(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 0.975))
+    half = welch(a, b)
+    count = 1 if half == math.inf else min(len(a), len(b))
+    return Estimate(fmean(a) - fmean(b), math.nan if half == math.inf else half, count)
 
 
 def collect(runs: Sequence[Record]) -> dict[str, list[Series]]:
@@ -141,11 +127,8 @@ def collect(runs: Sequence[Record]) -> dict[str, list[Series]]:
     return {panel: _panel(panel, list(found.values())) for panel, found in groups.items()}
 
 
-SLOTS = ("dense", "top-k", "random-k", "rtop-k")  # as in the palette; other methods take the next ones
-
-
 def _panel(panel: str, groups: list[list[Record]]) -> list[Series]:
-    methods = [*SLOTS, *dict.fromkeys(g[0]["config"]["method"] for g in groups)]
+    methods = [*palette.METHODS, *dict.fromkeys(g[0]["config"]["method"] for g in groups)]
     methods = list(dict.fromkeys(methods))
     labels = [
         group[0]["paper"]["row"]
@@ -165,12 +148,9 @@ def _panel(panel: str, groups: list[list[Record]]) -> list[Series]:
 def _label(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
     """Name a series: method and compression, then the options that differ where these are equal."""
     dense = config["method"] == "dense"
-    name = "dense" if dense else f"{config['method']} {100 * (1 - config['density']):.4g} %"
-    rivals = [
-        other
-        for other in others
-        if other["method"] == config["method"] and (dense or other["density"] == config["density"])
-    ]
+    name = with_compression(config["method"], config["density"])
+    same = [other for other in others if other["method"] == config["method"]]
+    rivals = [other for other in same if dense or other["density"] == config["density"]]
     for option, value in config.items():
         if option == "seed" or (dense and option == "density"):
             continue

@@ -1,1 +1,1 @@
-"""Palette, intervals and what is printed on a terminal: the same everywhere."""
+"""Palette, labels, intervals, tables and the terminal: what studies and tools show, the same everywhere."""

@@ -1,17 +1,13 @@
-"""What commands print: tables of results, and the progress of many runs."""
+"""What commands print: tables, JSON, and the progress of many runs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-from rtopk.studies.train.config import Config
-from rtopk.studies.train.runner import Progress as OnProgress
-from rtopk.studies.train.summary import Row
 
 console = Console()
 errors = Console(stderr=True)
@@ -22,22 +18,14 @@ def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value))
 
 
-def results_table(title: str, rows: Sequence[Row]) -> Table:
-    """Lay out summary rows."""
-    seeds = max(row.seeds for row in rows)
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    table.add_column(f"{rows[0].metric} %\n{seeds} seeds", justify="right")
-    table.add_column("bytes sent per\nnode and round", justify="right")
-    table.add_column("times less\nthan dense", justify="right")
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 1) -> Table:
+    """Lay out a table; so many columns are aligned left, the others right."""
+    laid = Table(title=title or None, title_justify="left")
+    for number, head in enumerate(heads):
+        laid.add_column(head, justify="left" if number < left else "right")
     for row in rows:
-        table.add_row(
-            row.label,
-            f"{row.score:.1f} ± {row.spread:.1f}",
-            f"{row.sent_bytes_per_round:,.0f}",
-            f"{row.times_less:,.1f}",
-        )
-    return table
+        laid.add_row(*row)
+    return laid
 
 
 def make_progress() -> Progress:
@@ -53,15 +41,15 @@ def make_progress() -> Progress:
 
 
 @contextmanager
-def runs_progress(configs: Sequence[Config], names: Sequence[str]) -> Iterator[OnProgress]:
-    """Show a bar for all, and one for each name, filled by the rounds of the configurations that bear it."""
+def runs_progress(runs: Sequence[tuple[str, str, int]]) -> Iterator[Callable[[str, int], None]]:
+    """Show a bar for all runs (key, name, rounds), and one for each name; yield what is told of a key's rounds."""
     with make_progress() as progress:
-        totals = dict.fromkeys(names, 0)
-        for config, name in zip(configs, names, strict=True):
-            totals[name] += config.rounds
+        totals = dict.fromkeys((name for _, name, _ in runs), 0)
+        for _, name, rounds in runs:
+            totals[name] += rounds
         whole = progress.add_task("all", total=sum(totals.values()))
         tasks = {name: progress.add_task(name, total=total) for name, total in totals.items()}
-        task_of = {config.key: tasks[name] for config, name in zip(configs, names, strict=True)}
+        task_of = {key: tasks[name] for key, name, _ in runs}
         seen = dict.fromkeys(task_of, 0)
 
         def advance(key: str, rounds: int) -> None:

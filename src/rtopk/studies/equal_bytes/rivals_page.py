@@ -1,0 +1,162 @@
+"""What each entrant reached: a row per entrant, a column per budget (screen, docs/rivals.md); and a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rtopk.studies.equal_bytes.fit import CLOSE, EntrantResult
+from rtopk.studies.equal_bytes.panels import Entrant
+from rtopk.tools.show.intervals import plus_minus, welch
+from rtopk.tools.show.palette import mixed, style
+from rtopk.tools.show.tables import markdown as markdown_table
+
+Grid = tuple[list[str], list[list[str]]]  # heads of the columns; rows
+
+
+def grid(results: Sequence[EntrantResult]) -> Grid:
+    """Lay out a panel, entrants in its own order; a star: the best rate is at the edge of those there are."""
+    panel = results[0].panel
+    targets = {s.budget: s.target for s in results if s.budget is not None}
+    budgets = sorted(targets, key=lambda budget: targets[budget])
+    heads = ["method", *(f"{targets[budget]:,.0f} bytes ({budget.label})" for budget in budgets)]
+    cells = {(s.entrant, s.budget): _cell(s) for s in results}
+    rows = [
+        [entrant.label, *(cells.get((entrant, budget), "") for budget in budgets)]
+        for entrant in panel.entrants
+        if any(entrant == result.entrant for result in results)
+    ]
+    # Dense training has no budget: its bytes stand beside its score, in the first column.
+    dense = [cells[entrant, budget] for entrant, budget in cells if budget is None]
+    return heads, [[Entrant("dense").label, *dense, *[""] * (len(budgets) - 1)] for _ in dense] + rows
+
+
+def differences(results: Sequence[EntrantResult], label: str) -> Grid:
+    """Lay out a panel as the score of one entrant minus that of each other, with Welch's 95 % interval."""
+    ours = {s.budget: s for s in results if s.entrant.label == label and s.budget is not None}
+    if not ours:
+        known = ", ".join(repr(s.entrant.label) for s in results if s.budget is not None)
+        raise ValueError(
+            f"no results of {label!r} with a budget in {results[0].panel.name}; there are {known}"
+        )
+    budgets = sorted(ours, key=lambda budget: ours[budget].target)
+    others = dict.fromkeys(s.entrant for s in results if s.entrant.label != label)
+    found = {(s.entrant, s.budget): s for s in results}
+    rows = []
+    for other in others:
+        row = [other.label]
+        for budget in budgets:
+            theirs = found.get((other, budget)) or found.get((other, None))
+            row.append("" if theirs is None else _difference(ours[budget].scores, theirs.scores))
+        rows.append(row)
+    heads = [f"{label}, minus", *(f"{ours[budget].target:,.0f} bytes ({budget.label})" for budget in budgets)]
+    return heads, rows
+
+
+def _difference(one: Sequence[float], other: Sequence[float]) -> str:
+    return f"{mean(one) - mean(other):+.1f}{plus_minus(welch(one, other), 1)}"
+
+
+def _cell(result: EntrantResult) -> str:
+    text = f"{mean(result.scores):.1f}{plus_minus(result.half_width, 1)}{'*' if result.at_edge else ''}"
+    if result.budget is None:
+        return f"{text} ({result.bytes:,.0f} bytes)"
+    off = result.bytes / result.target - 1
+    return f"{text} ({100 * off:+.0f} %)" if abs(off) >= CLOSE else text
+
+
+def markdown(panels: Sequence[Sequence[EntrantResult]]) -> str:
+    """Return the panels of a task as they stand in the page."""
+    return "\n\n".join(_panel(results) for results in panels) + "\n"
+
+
+def _panel(results: Sequence[EntrantResult]) -> str:
+    heads, rows = grid(results)
+    metric = results[0].records[0]["metric"]
+    better = "higher" if results[0].records[0]["higher_is_better"] else "lower"
+    table = [line.replace("*", "\\*") for line in markdown_table(heads, rows)]
+    return "\n".join([f"{results[0].panel.name}; {metric}, {better} is better:", "", *table])
+
+
+def marks(task: str) -> tuple[str, str]:
+    """Return the lines of the page between which the tables of a task go."""
+    return (
+        f"<!-- {task}: begin (written by `rtopk rivals --task {task} --recorded --write docs/rivals.md`) -->",
+        f"<!-- {task}: end -->",
+    )
+
+
+LINES = {  # by mean, and whether values are rounded
+    ("nodes", False): "-",
+    ("received", False): "--",
+    ("nodes", True): ":",
+    ("received", True): "-.",
+}
+
+
+def score_against_budget(results: Sequence[EntrantResult], path: Path) -> None:
+    """Draw a line per entrant through its budgets, and dense training as a level."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys(result.panel for result in results))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(6.4, 5.2 * columns), 4.2 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        here = [result for result in results if result.panel == panel]
+        shown = [result for result in here if result.budget is not None]
+        for entrant in panel.entrants:
+            line = sorted((s for s in shown if s.entrant == entrant), key=lambda s: s.bytes)
+            if not line:
+                continue
+            colour, marker = style(entrant.method)
+            if entrant.r_over_k:  # a darker variant of the same method
+                colour, marker = mixed(colour, "#000000", 0.4), "h"
+            axis.plot(
+                [s.bytes for s in line], [mean(s.scores) for s in line], color=colour, marker=marker, markersize=5,
+                linestyle=LINES[entrant.mean, entrant.values != "fp32"], linewidth=1.1, alpha=0.85, label=entrant.label,
+                markerfacecolor=colour if entrant.mean == "nodes" else "white",
+                markeredgecolor="black" if entrant.values != "fp32" else colour,
+            )  # fmt: skip
+        for dense in (result for result in here if result.budget is None):
+            axis.axhline(mean(dense.scores), color="black", linewidth=0.8)
+            axis.annotate(
+                f"dense, {dense.bytes:,.0f} bytes", (0.02, mean(dense.scores)), fontsize=7,
+                xycoords=("axes fraction", "data"), va="bottom",
+            )  # fmt: skip
+        _frame(axis, here)
+        axis.set(xscale="log", title=panel.name, xlabel="bytes sent per node and round")
+        budgets = sorted({round(s.target) for s in shown})
+        if budgets:
+            axis.set_xticks(budgets, [f"{budget:,}" for budget in budgets], minor=False)
+            axis.set_xticks([], minor=True)
+            axis.set_xlim(budgets[0] / 1.5, budgets[-1] * 1.5)
+        axis.title.set_fontsize(9)
+        axis.grid(alpha=0.3)
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    axes[0][0].set_ylabel(results[0].records[0]["metric"])
+    beside = 3 if columns == 1 else 5
+    figure.legend(list(handles.values()), list(handles), loc="lower center", ncol=beside, fontsize=8)
+    figure.tight_layout(rect=(0, 0.02 + 0.05 * (-(-len(handles) // beside)) / rows, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _frame(axis: Any, results: Sequence[EntrantResult]) -> None:
+    """Leave out what failed altogether: it would press all others together."""
+    scores = sorted(mean(s.scores) for s in results)
+    low, middle, high = scores[0], scores[len(scores) // 2], scores[-1]
+    if low == high:
+        return
+    if results[0].records[0]["higher_is_better"]:
+        reach = 5 * (high - middle) or high - low
+        axis.set_ylim(max(low, middle - reach) - 0.05 * reach, high + 0.1 * reach)
+    else:
+        reach = 5 * (middle - low) or high - low
+        axis.set_ylim(low - 0.1 * reach, min(high, middle + reach) + 0.05 * reach)

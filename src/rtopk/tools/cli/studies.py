@@ -1,0 +1,268 @@
+"""`rtopk reproduce`, `rtopk tables`, `rtopk rivals` and `rtopk data`: the studies, and the data that they need."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import accumulate
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rtopk.tools.cli.options import set_environment
+from rtopk.tools.show.intervals import plus_minus
+
+if TYPE_CHECKING:
+    from rtopk.studies.paper.results import RowResult
+
+JOBS = typer.Option(2, min=1, help="Runs side by side, one core each.")
+RESULTS = typer.Option(Path("results"), help="Folder of the records.")
+DATA_DIR = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA.")
+DEVICE = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu.")
+_STUDIES = (
+    "warm-up, candidates, candidates-plain, candidates-federated, split, "
+    "split-distributed, visits, momentum or nodes."
+)
+
+
+def reproduce(
+    table: int = typer.Option(0, min=0, max=5, help="Which of the paper's tables: 1 to 5."),
+    study: str = typer.Option("", help="A study instead: " + _STUDIES),
+    scale: str = typer.Option("small", help="smoke (seconds), small (an hour or two), paper (GPUs)."),
+    rows: str = typer.Option("all", help="all; paper: those with a figure there; or a part of their labels."),
+    seeds: int = typer.Option(3, min=1, help="Runs of each row, with different seeds."),
+    jobs: int = JOBS,
+    results: Path = RESULTS,
+    work: Path = typer.Option(Path("runs/reproduce"), help="Folder of runs under way."),
+    data_dir: Path | None = DATA_DIR,
+    device: str | None = DEVICE,
+    tensorboard: bool = typer.Option(False, help="Write TensorBoard event files of every run too."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
+) -> None:
+    """Run one of the paper's tables and print both side by side.
+
+    Each row's learning rate is tuned on validation data, then the row runs on
+    test data with every seed. Stopped or killed, the same command goes on where
+    it was; what is in the results already is not run again. Under torchrun with
+    five processes every process is a node.
+    """
+    from rtopk.studies.paper import ablations, definitions
+    from rtopk.studies.paper.reproduce import run_table
+    from rtopk.studies.paper.results import comparisons, row_results
+    from rtopk.studies.train.config import Config
+    from rtopk.studies.train.processes import leads
+    from rtopk.studies.train.runner import Progress
+    from rtopk.tools.show.terminal import console, print_json, runs_progress
+    from rtopk.tools.show.terminal import table as lay_out
+
+    try:
+        if bool(table) == bool(study):
+            raise ValueError("name one of --table 1 to 5 and --study")
+        chosen = ablations.study(study) if study else definitions.table(table)
+        size = definitions.check_scale(scale)
+        if size not in chosen.setups:
+            raise ValueError(f"a study has the scales {', '.join(chosen.setups)}, got {scale!r}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    wanted = [row for row in chosen.rows if rows in ("all", "paper") or rows in row.label]
+    groups = [[row for row in wanted if row.paper is not None]]
+    if rows != "paper":
+        groups.append([row for row in wanted if row.paper is None])
+    groups = [group for group in groups if group]
+    if not groups:
+        labels = "; ".join(row.label for row in chosen.rows)
+        raise typer.BadParameter(f"rows must be all, paper or a part of a label ({labels}), got {rows!r}")
+    set_environment(data_dir, device, tensorboard)
+    with ExitStack() as stack:
+
+        def stage(what: str, configs: Sequence[Config], names: Sequence[str]) -> Progress:
+            stack.close()  # the display of the stage before
+            named = zip(configs, names, strict=True)
+            return stack.enter_context(
+                runs_progress([(c.key, f"{what}: {name}", c.rounds) for c, name in named])
+            )
+
+        for group in groups:  # the paper's rows first
+            run_table(chosen, group, size, seeds, jobs, results, work, stage)
+    if not leads():
+        return
+    found = row_results(chosen, size, results, seeds)
+    if as_json:
+        print_json({"table": chosen.name, "scale": scale, "rows": [_plain(result) for result in found]})
+        return
+    heads = ["row", "paper", f"ours,\n{found[0].metric}", "seeds", "rate", "bytes sent\nper round"]
+    console.print(lay_out(f"{chosen.heading(size)}: scale {size}", heads, map(_cells, found)))
+    for pair in comparisons(found):
+        lead = f"{pair.advantage:+.2f}{plus_minus(pair.half_width)}, {pair.verdict}"
+        console.print(f"{pair.first.row.label} against {pair.second.row.label}: {lead}", highlight=False)
+
+
+def _plain(result: "RowResult") -> dict[str, Any]:
+    return {
+        "row": result.row.label,
+        "paper": result.row.paper,
+        "metric": result.metric,
+        "mean": result.mean,
+        "half_width": None if result.half_width == inf else result.half_width,
+        "seeds": len(result.records),
+        "scores": result.scores,
+        "learning_rate": result.rate,
+        "at_edge_of_grid": result.at_edge,
+        "sent_bytes_per_round": result.sent_bytes_per_round,
+    }
+
+
+def _cells(s: "RowResult") -> list[str]:
+    paper = "" if s.row.paper is None else f"{s.row.paper:.2f}"
+    score, sent = f"{s.mean:.2f}{plus_minus(s.half_width)}", f"{s.sent_bytes_per_round:,.0f}"
+    return [s.row.label, paper, score, str(len(s.records)), f"{s.rate:g}", sent]
+
+
+def tables(
+    scale: str = typer.Option("small", help="smoke, small or paper."),
+    results: Path = RESULTS,
+    write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
+    pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
+) -> None:
+    """Print the tables that have been run, paper beside ours."""
+    from rtopk.studies.paper.definitions import TABLES, check_scale
+    from rtopk.studies.paper.results import draw_figure, insert, render_all
+    from rtopk.tools.show.terminal import errors
+
+    try:
+        size = check_scale(scale)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    text = render_all(size, results)
+    if write is None:
+        print(text)
+    else:
+        write.write_text(insert(write.read_text(), text))
+        errors.print(f"Tables written into {write}")
+    if pictures is not None:
+        for table in TABLES.values():
+            path = pictures / f"figure-{table.figure}.png"
+            if draw_figure(table, size, results, path):
+                errors.print(f"Figure written: {path}")
+
+
+data = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@data.callback()
+def _group() -> None:
+    pass  # keeps `check` a command of its own name
+
+
+@data.command()
+def check(
+    data_dir: Path | None = DATA_DIR,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
+) -> None:
+    """Say what is found where, and whether it is whole.
+
+    Exit code 1 if a file is damaged.
+    """
+    from rtopk.studies.tasks import inventory
+    from rtopk.studies.tasks.data import data_dir as folder
+    from rtopk.tools.show.terminal import console, print_json, table
+
+    set_environment(data_dir)
+    root = folder()
+    found = inventory.take()
+    if as_json:
+        print_json({"data_dir": str(root), "sets": [asdict(entry) for entry in found]})
+    else:
+        cells = [[entry.name, entry.state, entry.detail, entry.needed_for] for entry in found]
+        heads = ["data set", "state", "what", "needed for"]
+        console.print(table(f"Data in {root}", heads, cells, left=4))
+    if any(entry.state == "damaged" for entry in found):
+        raise typer.Exit(1)
+
+
+if TYPE_CHECKING:
+    from rtopk.studies.equal_bytes.fit import EntrantResult
+
+
+def rivals(
+    task: str = typer.Option("digits", help="digits, or with data cifar10, imagenet, ptb, shakespeare."),
+    seeds: int = typer.Option(3, min=1, help="Runs of each result, with different seeds."),
+    jobs: int = JOBS,
+    results: Path = RESULTS,
+    work: Path = typer.Option(Path("runs/rivals"), help="Folder of runs under way."),
+    picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
+    recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
+    write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
+    against: str | None = typer.Option(None, help="Show one method's score minus each other's, too."),
+    data_dir: Path | None = DATA_DIR,
+    device: str | None = DEVICE,
+    smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
+) -> None:
+    """Compare all methods at equal bytes sent.
+
+    Each method's density, threshold or rank is fitted to the same bytes per
+    round, its learning rate is tuned on validation data on one grid, and it
+    runs on test data with every seed. A task takes one core for half an hour
+    (imagenet) to three hours (ptb). The same command goes on where it stopped.
+    """
+    from rtopk.studies.equal_bytes import panels as data
+    from rtopk.studies.equal_bytes.fit import Runs, entrant_runs, note, run_together, side_by_side
+    from rtopk.studies.equal_bytes.rivals_page import differences, grid, markdown, marks, score_against_budget
+    from rtopk.studies.paper.results import insert
+    from rtopk.studies.train.config import Config
+    from rtopk.tools.show.terminal import console, make_progress, print_json, table
+
+    if task not in data.PANELS:
+        raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
+    panels = [data.smoke(panel) for panel in data.PANELS[task][-2:]] if smoke else list(data.PANELS[task])
+    if write is not None:
+        insert(write.read_text(), "", *marks(task))  # now, not after an hour
+    set_environment(data_dir, device)
+    file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
+
+    found_results: list[EntrantResult] = []
+    with make_progress() as progress:
+        # How many runs a search takes is known at its end: about three rates, and two fits of the bytes.
+        about = [len(group) * (2 + 3 * group[0][0].tuning_seeds + seeds) for group in side_by_side(panels)]
+        bar = progress.add_task("runs, about", total=sum(about))
+
+        def on_run(config: Config) -> None:
+            progress.update(bar, advance=1, description=f"runs, about; last {config.method}")
+
+        ledger = Runs(file, work, jobs, recorded, on_run)
+        for group, past in zip(side_by_side(panels), accumulate(about), strict=True):
+            found_results += run_together([entrant_runs(*entrant, seeds) for entrant in group], ledger)
+            progress.update(bar, completed=past)
+    if not found_results:
+        raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
+    if not recorded:
+        for result in found_results:
+            note(file, result)
+    picture = picture or results / f"rivals-{task}{'-smoke' if smoke else ''}.png"
+    score_against_budget(found_results, picture)
+    by_panel = [found for panel in panels if (found := [s for s in found_results if s.panel == panel])]
+    if write is not None:
+        write.write_text(insert(write.read_text(), markdown(by_panel), *marks(task)))
+    if as_json:
+        print_json({"rows": [_row(s) for s in found_results], "results": str(file), "picture": str(picture)})
+        return
+    for here in by_panel:
+        console.print(table(here[0].panel.name, *grid(here)))
+        if against is not None:
+            console.print(table("Differences, 95 % intervals", *differences(here, against)))
+        console.print()
+    console.print(f"Records: {file}\nPicture: {picture}")
+
+
+def _row(result: "EntrantResult") -> dict[str, object]:
+    return {
+        "panel": result.panel.name,
+        "budget": result.budget.label if result.budget else "dense",
+        "method": result.entrant.label,
+        "scores": result.scores,
+        "bytes_per_round": result.bytes,
+        "target_bytes": result.target if result.budget else None,
+        "learning_rate": result.rate,
+    }

@@ -1,0 +1,269 @@
+"""Series -> what the page says: sentences with their uncertainty, and an HTML table for every plot.
+
+Runs of `rtopk reproduce` stand beside the paper. Small models and few rounds cannot reach its figures; what can be
+compared is the distance of a method from dense, so both distances are given.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rtopk.studies.train.config import command
+from rtopk.tools.report.plots import STAGES, spent
+from rtopk.tools.report.series import Estimate, Series, difference, estimate
+
+
+def what_was_run(panels: Mapping[str, Sequence[Series]], tuning: int = 0) -> str:
+    """Describe the runs in a sentence or two."""
+    runs = [run for series in panels.values() for one in series for run in one.runs]
+    if not runs:
+        return ""
+    nodes = _span([run["config"]["nodes"] for run in runs])
+    sizes = _span([run["parameters"] for run in runs if "parameters" in run])
+    rounds = _span([run["config"]["rounds"] for run in runs])
+    places = "; ".join(panels)
+    text = f"{_count(len(runs), 'run')} of {_count(sum(map(len, panels.values())), 'configuration')} ({places}): "
+    text += f"{nodes} nodes, {rounds} rounds" + (f", {sizes} parameters" if sizes else "") + "."
+    if tuning:
+        text += f" {_count(tuning, 'more run')} on validation data tuned learning rates and are not shown."
+    going = sum("weights" not in run for run in runs)
+    if going:
+        text += f" {_count(going, 'run')} not at the end: figures are those of the last evaluation."
+    return text
+
+
+def what_it_shows(series: Sequence[Series]) -> str:
+    """Say how the best compressed method compares with dense, or which method is ahead."""
+    measured = [one for one in series if one.measured]
+    if not measured:
+        return "No evaluation yet."
+    where = measured[0].panel
+    dense = next((one for one in measured if one.is_dense), None)
+    rivals = [one for one in measured if not one.is_dense and not math.isnan(one.score().mean)]
+    if not rivals:
+        return f"{where}: {measured[0].label} reached {measured[0].score()} {measured[0].metric}."
+    up = 1.0 if rivals[0].higher_is_better else -1.0
+    best = max(rivals, key=lambda one: up * one.score().mean - _half(one))  # not by a lucky, wide interval
+    text = f"{where}: {best.label} reached {best.score()} {best.metric}"
+    if dense is None:
+        return text + (", the best of those compared." if len(rivals) > 1 else ".")
+    less = dense.over_runs(_sent) / best.over_runs(_sent)
+    text += f" and sent {less:,.1f} times fewer bytes than dense, which reached {dense.score()}"
+    text += f": {_gap(best, dense)}."
+    least = min(rivals, key=lambda one: one.over_runs(_sent))
+    if least.over_runs(_sent) < 0.9 * best.over_runs(_sent):
+        less = dense.over_runs(_sent) / least.over_runs(_sent)
+        text += (
+            f" {least.label} sent {less:,.1f} times fewer and reached {least.score()}: {_gap(least, dense)}."
+        )
+    return text
+
+
+def _gap(one: Series, dense: Series) -> str:
+    """Say how far a method is from dense, and whether these seeds show it."""
+    gap = difference(one.scores, dense.scores)
+    if math.isnan(gap.half):
+        return f"{gap.mean:+.2f}, from one seed, so without an interval"
+    clear = "a clear difference" if abs(gap.mean) > gap.half else "no difference that these seeds could show"
+    return f"{gap.mean:+.2f} ± {gap.half:.2f}, {clear}"
+
+
+def _half(one: Series) -> float:
+    half = one.score().half
+    return 0.0 if math.isnan(half) else half
+
+
+def _sent(run: dict[str, float]) -> float:
+    return run["sent_bytes_per_round"]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _span(values: Sequence[int]) -> str:
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+Panels = Mapping[str, Sequence[Series]]
+
+
+def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; the first cell of a row is its header, wide ones scroll on their own."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def methods(panels: Panels) -> str:
+    """Return score, interval, bytes and what they are against dense, a table for each panel."""
+    parts = []
+    for panel, series in panels.items():
+        measured = [one for one in series if one.measured]
+        if not measured:
+            continue
+        dense = next((one for one in measured if one.is_dense), None)
+        columns = [
+            "method", f"{measured[0].metric}, mean and 95 % interval", "seeds", "bytes sent per node and round",
+            "times fewer than dense", "rounds done",
+        ]  # fmt: skip
+        rows = []
+        for one in measured:
+            sent = one.over_runs(lambda run: run["sent_bytes_per_round"])
+            less = f"{dense.over_runs(lambda run: run['sent_bytes_per_round']) / sent:,.1f}" if dense else "–"
+            done = min(run["final"]["round"] for run in one.measured)
+            rounds = f"{done:,}" + (f" of {one.config['rounds']:,}" if one.going_on else "")
+            rows.append([one.label, str(one.score()), str(one.score().count), f"{sent:,.0f}", less, rounds])
+        parts.append(table(panel, columns, rows))
+    return "".join(parts)
+
+
+def ledger(panels: Panels) -> str:
+    """Return the bytes of each direction, measured on the payloads, a table for each panel."""
+    columns = [
+        "method", "sent a round", "received a round", "rounds", "sent in all", "received in all",
+    ]  # fmt: skip
+    names = ("sent_bytes", "received_bytes")
+    parts = []
+    for panel, series in panels.items():
+        rows = []
+        for one in (one for one in series if one.measured):
+            rounds = _mean(one, "round")
+            each = [one.over_runs(lambda run, n=f"{name}_per_round": run[n]) for name in names]  # type: ignore[misc]
+            found = (*each, rounds, *(_mean(one, name) for name in names))
+            rows.append([one.label, *(f"{value:,.0f}" for value in found)])
+        if rows:
+            parts.append(table(f"{panel}: bytes of one node, by direction", columns, rows))
+    return "".join(parts)
+
+
+def _mean(one: Series, name: str) -> float:
+    return one.over_runs(lambda run: run["final"][name])
+
+
+def times(panels: Panels) -> str:
+    """Return where the time of a round goes, a table for each panel; empty where no run measured it."""
+    columns = ["method", *STAGES, "whole round, all nodes"]
+    what = "milliseconds a round: gradient and compress of one node, exchange and apply of all"
+    parts = []
+    for panel, series in panels.items():
+        rows = []
+        for one in series:
+            found = spent(one) if one.measured else {}
+            if found:
+                cells = [f"{found[stage] or 0.0:.2f}" for stage in STAGES]
+                whole = estimate([1000 * run["seconds"] / run["final"]["round"] for run in one.measured]).mean
+                rows.append([one.label, *cells, f"{whole:.2f}"])
+        if rows:
+            parts.append(table(f"{panel}: {what}", columns, rows))
+    return "".join(parts)
+
+
+def environment(panels: Panels) -> str:
+    """Return what the runs ran on, and the command that repeats each."""
+    runs = [run for series in panels.values() for one in series for run in one.runs]
+    names = list(dict.fromkeys(name for run in runs for name in run.get("environment", {})))
+    found = (run.get("environment", {}) for run in runs)
+    different = list({str(sorted(env.items())): env for env in found}.values())
+    columns = [
+        "",
+        *(f"environment {i + 1}" if len(different) > 1 else "value" for i in range(len(different))),
+    ]
+    rows = [[name, *(str(env.get(name, "–")) for env in different)] for name in names]
+    parts = [table("Environment", columns, rows)] if rows else []
+    for panel, series in panels.items():
+        lines = [run.get("command") or command(run["config"]) for one in series for run in one.runs]
+        text = escape("\n".join(lines))
+        parts.append(
+            f"<details><summary>{escape(panel)}: the commands of {len(lines)} runs</summary>"
+            f'<pre tabindex="0">{text}</pre></details>'
+        )
+    return "".join(parts)
+
+
+def number(value: object) -> str:
+    """Return a cell of a table: numbers with four digits, the rest as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return "–" if value is None else str(value)
+
+
+def beside_paper(panels: Panels) -> str:
+    """Return the paper's figures beside ours, a table for each of the paper's; empty without such runs."""
+    found: dict[tuple[str, str], list[Series]] = {}
+    for series in panels.values():
+        for one in series:
+            told = one.runs[0].get("paper")
+            if told is not None and one.measured:
+                found.setdefault((told["table"], told.get("scale", "")), []).append(one)
+    return "".join(_table(number, scale, series) for (number, scale), series in sorted(found.items()))
+
+
+def _table(name: str, scale: str, series: Sequence[Series]) -> str:
+    dense = next((one for one in series if one.is_dense), None)
+    base = dense.runs[0]["paper"]["value"] if dense else None
+    rows = []
+    for one in series:
+        told, ours = one.runs[0]["paper"]["value"], one.score()
+        ours_from_dense = (
+            "–" if dense is None or one.is_dense else _plus(difference(one.scores, dense.scores))
+        )
+        row = [one.label, "–", str(ours), "–", "–", ours_from_dense, str(ours.count)]
+        if told is not None:
+            row[1], row[3] = f"{told:.2f}", f"{ours.mean - told:+.2f}"
+            row[4] = "–" if base is None or one.is_dense else f"{told - base:+.2f}"
+        rows.append(row)
+    columns = [
+        "method", f"paper, {series[0].metric}", "ours, 95 % interval", "ours − paper",
+        "paper: from dense", "ours: from dense", "seeds",
+    ]  # fmt: skip
+    title = series[0].runs[0]["paper"]["title"]
+    if all(one.runs[0]["paper"]["value"] is None for one in series):  # a study of ours
+        keep = [i for i in range(len(columns)) if i not in (1, 3, 4)]
+        columns, rows = [columns[i] for i in keep], [[row[i] for i in keep] for row in rows]
+    return table(f"{_heading(name)}: {title}; ours at scale {scale}", columns, rows)
+
+
+def _heading(name: str) -> str:
+    return name.replace("-", " ").capitalize() + (" of the paper" if name.startswith("table") else "")
+
+
+def _plus(gap: Estimate) -> str:
+    return f"+{gap}" if gap.mean > 0 else str(gap)
+
+
+def tuning(choices: Sequence[Mapping[str, Any]]) -> str:
+    """Return the grid of learning rates of every row, what each reached on validation data, and the choice."""
+    by_table: dict[tuple[str, str], list[list[str]]] = {}
+    for choice in choices:
+        tried = ", ".join(
+            f"{number(rate)}: {score:.2f}"
+            for rate, score in zip(choice["grid"], choice["scores"], strict=True)
+        )
+        row = [choice["row"], tried, number(choice["chosen"])]
+        where = _heading(choice["table"]) if "table" in choice else f"rivals on {choice['panel']}"
+        by_table.setdefault((where, choice.get("scale") or choice["budget"]), []).append(row)
+    return "".join(
+        table(
+            f"{where}, {size}: learning rates tried, and their score on validation data",
+            ["method", "tried", "chosen"],
+            rows,
+        )
+        for (where, size), rows in sorted(by_table.items())
+    )
