@@ -117,7 +117,8 @@ def score_against_budget(results: Sequence[EntrantResult], path: Path) -> None:
                 colour, marker = mixed(colour, "#000000", 0.4), "h"
             axis.plot(
                 [s.bytes for s in line], [mean(s.scores) for s in line], color=colour, marker=marker, markersize=5,
-                linestyle=LINES[entrant.mean, entrant.values != "fp32"], linewidth=1.1, alpha=0.85, label=entrant.label,
+                linestyle=LINES[entrant.mean, entrant.values != "fp32"], linewidth=1.1, alpha=0.85,
+                label=entrant.label,
                 markerfacecolor=colour if entrant.mean == "nodes" else "white",
                 markeredgecolor="black" if entrant.values != "fp32" else colour,
             )  # fmt: skip
