@@ -1,10 +1,22 @@
 """Settings of every test: one thread of torch per worker, and no deadlines on a noisy machine."""
 
+import pytest
 import torch
 from hypothesis import settings
+
+from rtopk import kernels
 
 # Workers that share two cores and start two threads each spend their time waiting for one another.
 torch.set_num_threads(1)
 
 settings.register_profile("rtopk", deadline=None, derandomize=True)
 settings.load_profile("rtopk")
+
+
+@pytest.fixture(scope="module", params=list(kernels.BACKENDS))
+def every_backend(request):
+    """Run a module on each backend in turn, as RTOPK_BACKEND would have it."""
+    before = kernels._order
+    kernels._order = sorted(before, key=lambda found: found is not kernels.BACKENDS[request.param])
+    yield request.param
+    kernels._order = before

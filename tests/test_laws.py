@@ -12,6 +12,7 @@ from rtopk import Codec, ErrorFeedback, Layout, NoMemory, RandomK, SparseVector,
 from rtopk.seed import generator
 
 VARIANTS = laws.every_variant()
+pytestmark = pytest.mark.usefixtures("every_backend")
 
 
 def build(selector, memory, codec):

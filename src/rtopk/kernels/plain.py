@@ -33,7 +33,7 @@ def reaches(vector: Tensor, limit: float) -> bool:
     return not (float(high) < limit and float(low) > -limit)
 
 
-def accumulate_(
+def accumulate_(  # the signature is that of every backend
     residual: Tensor,
     gradient: Tensor,
     search: Search | None,

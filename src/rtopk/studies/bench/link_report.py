@@ -88,7 +88,9 @@ FAMILY = {"dense": "dense", "fp16": "dense", "powersgd-1": "powersgd", "powersgd
 PALER = {"fp16": 0.6, "powersgd-2": 0.4, "topk-allgather 1 %": 0.45, "rtopk 1 % fp16": 0.66, "rtopk 1 % 4bit": 0.44,
          "rtopk 0.1 % fp16": 0.22}  # fmt: skip
 COLOURS = {
-    (label := with_density(*key)): mixed(style(FAMILY[key[0]])[0], "#ffffff", PALER.get(label, 0.0))
+    (label := with_density(*key)): mixed(
+        style(FAMILY.get(key[0], key[0]))[0], "#ffffff", PALER.get(label, 0.0)
+    )
     for key in METHODS
 }
 UNSHAPED = 10_000.0  # where links without limit are drawn, Mbit/s

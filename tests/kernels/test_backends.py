@@ -1,0 +1,67 @@
+"""One place chooses a backend; all of them give the same bits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rtopk import RTopK, Sparsifier, kernels
+from rtopk.kernels import cpu, plain
+from rtopk.seed import generator
+
+
+def test_the_choice_follows_the_tensor():
+    vector = torch.zeros(10)
+    assert kernels.backend(vector) is cpu
+    for other in (vector.double(), vector.half(), vector[::2], torch.zeros(2, 5), torch.zeros(10, device="meta")):
+        assert kernels.backend(other) is plain
+        assert kernels.backend(vector, other) is plain
+
+
+@pytest.mark.parametrize(("name", "expected"), [("torch", "plain"), ("cpu", "cpu"), ("", "cpu")])
+def test_the_environment_forces_one(name, expected):
+    program = "import torch; from rtopk import kernels; print(kernels.backend(torch.zeros(3)).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "RTOPK_BACKEND": name}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == f"rtopk.kernels.{expected}", done.stderr
+
+
+def test_an_unknown_backend_is_refused():
+    program = "import rtopk"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "RTOPK_BACKEND": "gpu"}, capture_output=True, text=True
+    )
+    assert "RTOPK_BACKEND must be one of cpu, torch, got 'gpu'" in done.stderr
+
+
+def test_every_backend_gives_the_same_payloads(monkeypatch):
+    """Over steps whose scale jumps; momentum and plain error feedback are in test_kernels.py."""
+    payloads = {}
+    for name, found in kernels.BACKENDS.items():
+        monkeypatch.setattr(kernels, "_order", [found, plain])
+        node = Sparsifier(RTopK(r_over_k=3), 0.02)
+        payloads[name] = [
+            node.compress(torch.randn(3000, generator=generator(step)) ** 3 * 10.0 ** (step % 4), step)
+            for step in range(8)
+        ]
+    first = payloads.pop("cpu")
+    for name, others in payloads.items():
+        assert all(torch.equal(a, b) for a, b in zip(first, others, strict=True)), name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1500, 2999])
+@pytest.mark.parametrize("name", kernels.BACKENDS)
+def test_a_scan_finds_what_is_not_finite(name, place, bad, monkeypatch):
+    """However many candidates there are: NaN and Inf are the largest of all."""
+    monkeypatch.setattr(kernels, "_order", [kernels.BACKENDS[name], plain])
+    vector = torch.arange(3000.0)
+    vector[place] = bad
+    for wanted in (1, 5, 2000):
+        search = kernels.Search(0.0, wanted, 2500)
+        with pytest.raises(kernels.NotFiniteError, match=f"at index {place} of 3000") as caught:
+            kernels.scan_finite(vector, search, "vector")
+        assert caught.value.index == place
