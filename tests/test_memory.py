@@ -187,3 +187,38 @@ def test_payloads_of_parts_are_the_payloads_of_gradients():
             nodes[1].memory.put(begin, gradient[begin : begin + 2500])
         assert torch.equal(nodes[0].compress(gradient, step), nodes[1].compress(None, step))
         assert torch.equal(nodes[0].memory.residual, nodes[1].memory.residual)
+
+
+def test_a_memory_that_starts_over_with_another_size_forgets_its_second_buffer():
+    memory = ErrorFeedback()
+    memory.add(torch.ones(1000))
+    put(memory, torch.ones(1000))
+    memory.snapshot()
+    memory.load_state_dict({})
+    memory.add(torch.ones(1200))
+    assert torch.equal(put(memory, torch.ones(1200)), torch.full((1200,), 2.0))
+
+
+def test_snapshots_in_turn_with_refusals_and_steps_back():
+    """Two buffers change places; whatever happens in between, a step back is exact and a step forward is plain."""
+    rng = torch.Generator().manual_seed(3)
+    memory, plain = ErrorFeedback(), ErrorFeedback()
+    for each in (memory, plain):
+        each.add(torch.zeros(1000))
+    for step in range(30):
+        gradient = torch.randn(1000, generator=rng)
+        before = memory.state_dict()
+        snapshot = memory.snapshot()
+        if step % 7 == 3:
+            with pytest.raises(ValueError, match="finite"):
+                memory.add(gradient * math.inf)
+        vector = put(memory, gradient) if step % 2 else memory.add(gradient)
+        sent = sparse([1, 500, 999], vector[[1, 500, 999]].tolist(), 1000)
+        memory.subtract(sent)
+        if step % 5 == 0:
+            memory.restore(snapshot)
+            assert torch.equal(memory.residual, before["residual"])
+        else:
+            plain.add(gradient)
+            plain.subtract(sent)
+        assert torch.equal(memory.residual, plain.residual)

@@ -111,7 +111,7 @@ class ErrorFeedback:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state of `state_dict`."""
         self.residual = _fit(state, ("residual",), self.residual).get("residual")
-        self._kept = self._sums = None
+        self._kept = self._spare = self._sums = None
 
     # -- undo a step without a copy
 
