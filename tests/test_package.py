@@ -16,11 +16,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIPPED = (
     "rtopk/py.typed",
     "rtopk/__main__.py",
-    "rtopk/report/assets/page.html",
-    "rtopk/report/assets/page.css",
-    "rtopk/report/assets/page.js",
-    "rtopk/report/assets/plotly-basic.min.js",
-    "rtopk/report/assets/plotly-LICENSE.txt",
+    "rtopk/tools/report/assets/page.html",
+    "rtopk/tools/report/assets/page.css",
+    "rtopk/tools/report/assets/page.js",
+    "rtopk/tools/report/assets/plotly-basic.min.js",
+    "rtopk/tools/report/assets/plotly-LICENSE.txt",
 )
 
 
@@ -46,7 +46,7 @@ def test_every_extra_names_only_what_it_is_for():
 def test_sources_hold_what_the_wheel_must():
     for name in SHIPPED:
         assert (ROOT / "src" / name).is_file(), name
-    assert "MIT" in (ROOT / "src" / "rtopk/report/assets/plotly-LICENSE.txt").read_text()
+    assert "MIT" in (ROOT / "src" / "rtopk/tools/report/assets/plotly-LICENSE.txt").read_text()
 
 
 @pytest.mark.slow

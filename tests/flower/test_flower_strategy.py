@@ -15,10 +15,10 @@ from harness import LocalGrid, initial, quadratic_app
 from rtopk import Codec, MomentumCorrection, NoMemory, RandomK, SparseVector, TopK, average
 from rtopk.aggregate import RunningMean
 from rtopk.flower import RTopKMod, RTopKStrategy
-from rtopk.flower.downlink import digest
 from rtopk.flower.intake import Intake
 from rtopk.flower.store import FileStore
 from rtopk.local.outer import Nesterov
+from rtopk.state_file import digest_bits
 
 ROUNDS = 8
 
@@ -198,9 +198,9 @@ def test_server_and_clients_hold_the_same_bits(tmp_path):
         strategy, grid, _ = federation(path, **options)
         result = strategy.start(grid, initial(), num_rounds=ROUNDS)
         returned, _ = strategy.model.flatten(result.arrays)
-        assert digest(returned) == strategy.versions.digest
+        assert digest_bits(returned) == strategy.versions.digest
         for state in client_states(path, strategy):
-            assert digest(state["vector"]) == strategy.versions.digest  # the last evaluation brought it
+            assert digest_bits(state["vector"]) == strategy.versions.digest  # the last evaluation brought it
         assert strategy.ledger.rounds[2].snapshots == 0
 
 
@@ -230,7 +230,7 @@ def test_a_first_model_that_clients_do_not_have_is_sent(tmp_path, mine):
     assert len(strategy.refusals) == 3
     assert set(strategy.intake.accepted.values()) == {2}
     for state in client_states(tmp_path, strategy):
-        assert digest(state["vector"]) == strategy.versions.digest
+        assert digest_bits(state["vector"]) == strategy.versions.digest
 
 
 def test_a_damaged_client_model_asks_for_a_snapshot(tmp_path):

@@ -15,7 +15,13 @@ from rtopk.seed import generator
 def test_the_choice_follows_the_tensor():
     vector = torch.zeros(10)
     assert kernels.backend(vector) is cpu
-    for other in (vector.double(), vector.half(), vector[::2], torch.zeros(2, 5), torch.zeros(10, device="meta")):
+    for other in (
+        vector.double(),
+        vector.half(),
+        vector[::2],
+        torch.zeros(2, 5),
+        torch.zeros(10, device="meta"),
+    ):
         assert kernels.backend(other) is plain
         assert kernels.backend(vector, other) is plain
 
@@ -24,7 +30,10 @@ def test_the_choice_follows_the_tensor():
 def test_the_environment_forces_one(name, expected):
     program = "import torch; from rtopk import kernels; print(kernels.backend(torch.zeros(3)).__name__)"
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "RTOPK_BACKEND": name}, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "RTOPK_BACKEND": name},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.strip() == f"rtopk.kernels.{expected}", done.stderr
 
@@ -32,7 +41,10 @@ def test_the_environment_forces_one(name, expected):
 def test_an_unknown_backend_is_refused():
     program = "import rtopk"
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "RTOPK_BACKEND": "gpu"}, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "RTOPK_BACKEND": "gpu"},
+        capture_output=True,
+        text=True,
     )
     assert "RTOPK_BACKEND must be one of cpu, torch, got 'gpu'" in done.stderr
 

@@ -8,7 +8,7 @@ import pytest
 import rtopk
 from rtopk.studies.bench.link_report import COLOURS
 from rtopk.studies.lab.pictures import STYLE
-from rtopk.studies.train.config import METHODS
+from rtopk.studies.train.config import methods
 from rtopk.tools.show import palette
 from rtopk.tools.show.tables import markdown
 
@@ -17,9 +17,9 @@ ORDER = ("tools.show", "studies", "tools.advise", "tools.report", "tools.cli")
 
 
 def test_every_method_has_a_colour_of_its_own():
-    assert set(METHODS) == set(palette.METHODS)
-    for column in zip(*map(palette.style, METHODS), strict=True):
-        assert len(set(column)) == len(METHODS)
+    assert set(methods()) == set(palette.METHODS)
+    for column in zip(*map(palette.style, methods()), strict=True):
+        assert len(set(column)) == len(methods())
 
 
 def test_a_method_has_one_colour_everywhere():
