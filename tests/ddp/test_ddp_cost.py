@@ -15,6 +15,7 @@ def test_memory_of_four_ranks(four: Results, case: str, vectors: float) -> None:
         assert vectors - 2 <= found[case] <= vectors + SLACK
 
 
+@pytest.mark.slow
 def test_memory_of_eight_ranks(eight: Results) -> None:
     for found in clean(eight, "memory"):
         assert 15 <= found["dense"] <= 19 + SLACK

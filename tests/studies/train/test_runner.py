@@ -79,6 +79,7 @@ def test_asked_to_stop_it_saves_and_ends(tmp_path):
     assert len(list(tmp_path.glob("runs/*/checkpoint.pt"))) == 2
 
 
+@pytest.mark.slow
 def test_asked_while_it_starts_it_ends(tmp_path):
     """Workers that still import torch must not be broken off by a Ctrl-C of their group."""
     parent = start("demo", "--seeds", "1", "--rounds", "100000", "--out", tmp_path)
