@@ -22,8 +22,7 @@ def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:
     def forget(own: Any, this: Any) -> None:
         if getattr(own, "seen", len(this.buckets)) != len(this.buckets):
             for part in own.groups:
-                for tensor in part._tensors().values():
-                    tensor.zero_()
+                part.sparsifier.memory.residual.zero_()
         own.seen = len(this.buckets)
         finish(own, this)
 
