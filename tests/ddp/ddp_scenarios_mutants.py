@@ -22,7 +22,8 @@ def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:
     def forget(own: Any, this: Any) -> None:
         if getattr(own, "seen", len(this.buckets)) != len(this.buckets):
             for part in own.groups:
-                part.sparsifier.memory.residual.zero_()
+                if hasattr(part.sparsifier.memory, "residual"):
+                    part.sparsifier.memory.residual.zero_()
         own.seen = len(this.buckets)
         finish(own, this)
 
