@@ -20,6 +20,7 @@ from rtopk import (
     SparseVector,
     Sparsifier,
     TopK,
+    average_sparse,
     kernels,
     rtop_k,
     top_k,
@@ -161,6 +162,8 @@ def results(seed):
                 found += [payload.clone(), decoded.indices.clone(), decoded.values.clone()]
             found.append(node.memory.residual.clone())
             found.append(top_k(vector, structured.ranks(rng, d)))
+            joint = average_sparse([decoded, SparseVector.gather(vector, torch.arange(0, d, 3))])
+            found += [joint.indices, joint.values]
     return found
 
 

@@ -168,3 +168,9 @@ def test_seat_of_a_node_that_is_not_there():
         Dealt(0)
     with pytest.raises(ValueError, match="give r_over_k or nodes"):
         RAgeK()
+
+
+@pytest.mark.parametrize("rule", [RAgeK(nodes=2), Dealt(2)])
+def test_a_rule_that_chooses_at_a_node_says_so(rule):
+    with pytest.raises(TypeError, match=r"chooses at a node: call at_node\(seed, node\)\.select"):
+        rule.select(torch.ones(10), 2, generator(0))

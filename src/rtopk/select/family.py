@@ -6,6 +6,7 @@ generator that it is passed, never from torch's global one.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,12 +88,12 @@ def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search |
     return kernels.pick(candidates, r, partial(draws.draw_words, r, k, _seed(rng)), k)
 
 
-class _Family(Rule):
+class _Family(Rule, ABC):
     """Draw k of the r largest; subclasses define r."""
 
+    @abstractmethod
     def considered(self, k: int, d: int) -> int:
         """Return r, the number of entries among which the k are drawn."""
-        raise NotImplementedError
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return k ascending positions."""

@@ -56,7 +56,7 @@ class Rule:
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return k ascending positions of a finite vector."""
-        raise NotImplementedError(f"{type(self).__name__} must define select")
+        raise TypeError(f"{self.label} chooses at a node: call at_node(seed, node).select, or define select")
 
     def require(self, nodes: int) -> None:
         """Raise ValueError if this number of nodes cannot use the rule together."""
