@@ -193,16 +193,17 @@ def test_a_run_at_equal_bytes(three, tmp_path):
     """The rule is fitted to a budget and tuned beside top-k, its values in the stranger's form."""
     import dataclasses
 
-    from rtopk.studies.equal_bytes import rivals_page
-    from rtopk.studies.equal_bytes.panels import PANELS, Budget, Entrant, smoke
+    from rtopk.studies.equal_bytes import PANELS, Budget, Entrant, rivals_page, smoke_panel
 
     selector, _, _ = three
     entrants = (Entrant("top-k"), Entrant(selector.method, values="fp24"))
-    panel = dataclasses.replace(smoke(PANELS["digits"][-1]), budgets=((Budget(density=0.01), entrants),))
+    panel = dataclasses.replace(
+        smoke_panel(PANELS["digits"][-1]), budgets=((Budget(density=0.01), entrants),)
+    )
     standings = run_panel(panel, tmp_path)
     labels = {standing.entrant.label: standing for standing in standings}
     assert set(labels) >= {"top-k", "every-other-k, fp24"}
-    sent = labels["every-other-k, fp24"].bytes / labels["top-k"].bytes
+    sent = labels["every-other-k, fp24"].sent_bytes_per_round / labels["top-k"].sent_bytes_per_round
     assert 0.9 < sent < 1.1
     rivals_page.score_against_budget(standings, tmp_path / "picture.png")  # with a colour of its own
     assert "every-other-k, fp24" in rivals_page.markdown([standings])

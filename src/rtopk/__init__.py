@@ -4,6 +4,9 @@ The stages, in the order a gradient passes them: memory, selector, codec, transp
 joins the first three.
 """
 
+import importlib
+import types
+
 from rtopk import ddp as ddp  # so that `import rtopk` is enough for rtopk.ddp.register
 from rtopk.aggregate import average, average_sparse
 from rtopk.codec import Codec, PayloadError
@@ -43,3 +46,10 @@ __all__ = [
     "top_k",
     "warm_up",
 ]
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    """Import `rtopk.fsdp` at its first use: it takes a second of its own."""
+    if name == "fsdp":
+        return importlib.import_module("rtopk.fsdp")
+    raise AttributeError(f"module 'rtopk' has no attribute {name!r}")

@@ -10,7 +10,7 @@ with every memory.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -271,6 +271,13 @@ class MomentumCorrection:
         if self.residual is None or self.velocity is None:
             return {}
         return {"residual": self.residual, "velocity": self.velocity}
+
+
+MEMORIES: dict[str, Callable[[], Memory]] = {
+    "error-feedback": ErrorFeedback,
+    "momentum-correction": MomentumCorrection,
+    "none": NoMemory,
+}
 
 
 def give_back(memory: Memory, vector: SparseVector) -> None:

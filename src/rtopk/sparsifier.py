@@ -19,6 +19,15 @@ from rtopk.select import Selector, as_rule, draw_largest
 from rtopk.sparse import SparseVector
 
 
+def entries_sent(size: int, density: float) -> int:
+    """Return k, how many of `size` entries a density sends: at least one, none of an empty vector.
+
+    >>> entries_sent(1000, 0.01), entries_sent(10, 0.01), entries_sent(0, 0.01)
+    (10, 1, 0)
+    """
+    return max(1, round(density * size)) if size else 0
+
+
 class Sparsifier:
     """Turn a node's gradients into payloads, and keep what was not sent.
 
@@ -106,7 +115,7 @@ class Sparsifier:
     def _split(self, size: int, density: float) -> tuple[int, int]:
         """Return how many entries compete, and how many are sent."""
         sparse_size = size - (self.layout.dense_size if self.layout else 0)
-        return sparse_size, max(1, round(density * sparse_size)) if sparse_size else 0
+        return sparse_size, entries_sent(sparse_size, density)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on: numbers and tensors only."""

@@ -84,9 +84,15 @@ def four(shared: Path) -> Results:
         shared,
         "four",
         4,
-        [resume.elastic, resume.copied_over, cost.without_backend, cost.memory],
+        [resume.elastic, resume.copied_over, cost.without_backend],
         RTOPK_TEST_BACKEND="",
     )
+
+
+@pytest.fixture(scope="session")
+def costly(shared: Path) -> Results:
+    """What four ranks found about memory."""
+    return launch(shared, "costly", 4, [cost.memory])
 
 
 @pytest.fixture(scope="session")

@@ -9,25 +9,27 @@ import ddp_scenarios_resume as resume
 import torch
 from ddp_worker import Place
 
-import rtopk.ddp
 from rtopk import defaults, layout, top_k
 from rtopk.aggregate import RunningMean
-from rtopk.ddp import checkpoint, group, optimizers, rounds, state
+from rtopk.ddp import buckets
+from rtopk.replicas import checkpoint, gradients, group, rounds, state
+from rtopk.replicas.options import Options
 
 
 def residuals_lost_when_buckets_change(at: Place) -> dict[str, Any]:
     """Bug 1: state keyed by bucket is gone when DDP rebuilds its buckets."""
-    finish = rounds._finish
+    finish = rounds.Round.finish
 
-    def forget(own: Any, this: Any) -> None:
-        if getattr(own, "seen", len(this.buckets)) != len(this.buckets):
+    def forget(this: Any, gradients: Any) -> None:
+        own = this.state
+        if getattr(own, "seen", len(own.buckets)) != len(own.buckets):
             for part in own.groups:
                 if hasattr(part.sparsifier.memory, "residual"):
                     part.sparsifier.memory.residual.zero_()
-        own.seen = len(this.buckets)
-        finish(own, this)
+        own.seen = len(own.buckets)
+        finish(this, gradients)
 
-    with mock.patch.object(rounds, "_finish", forget):
+    with mock.patch.object(rounds.Round, "finish", forget):
         return exact.equals_reference(at)
 
 
@@ -57,7 +59,7 @@ def sum_instead_of_mean(at: Place) -> dict[str, Any]:
 
 def unused_parameters_drained(at: Place) -> dict[str, Any]:
     """Bug 6: the residual of an unused parameter is sent, and DDP throws it away."""
-    with mock.patch.object(state.State, "_watch_use"):
+    with mock.patch.object(buckets.State, "_watch_use"):
         return faults.unused(at)
 
 
@@ -76,15 +78,15 @@ def skipped_steps_change_the_residual(at: Place) -> dict[str, Any]:
 def momentum_twice(at: Place) -> dict[str, Any]:
     """Bug 9: momentum correction beside an optimizer with momentum."""
     with (
-        mock.patch.object(optimizers, "refuse_momentum"),
-        mock.patch.object(rtopk.ddp, "refuse_momentum"),
+        mock.patch.object(gradients, "refuse_momentum"),
+        mock.patch.object(state, "refuse_momentum"),
     ):
         return faults.refused(at)
 
 
 def biases_compete(at: Place) -> dict[str, Any]:
     """Bug 10: biases and norms are sparsified by default."""
-    with mock.patch.dict(rtopk.ddp.register.__kwdefaults__, {"dense": layout.nothing}):
+    with mock.patch.dict(Options.__init__.__kwdefaults__, {"dense": layout.nothing}):
         return exact.dense_phase_is_plain_ddp(at)
 
 

@@ -13,7 +13,7 @@ from ddp_worker import Place
 from torch import Tensor, nn
 
 import rtopk
-from rtopk.ddp import checkpoint
+from rtopk.replicas import checkpoint
 
 TOTAL = 4
 # Stopped after 1 step DDP has not rebuilt its buckets yet; after 2 it has.

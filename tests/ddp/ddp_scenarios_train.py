@@ -10,8 +10,8 @@ from ddp_worker import Place
 from torch import nn
 
 from rtopk.seed import generator
+from rtopk.studies.config import Config
 from rtopk.studies.tasks.objectives import Classification
-from rtopk.studies.train.config import Config
 from rtopk.studies.train.execute import Interrupted, execute
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.processes import ProcessRun

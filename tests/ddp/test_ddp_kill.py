@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from test_ddp_adapters import EXAMPLES, torchrun
 
 
+@pytest.mark.slow
 def test_a_killed_job_ends_with_the_same_weights(tmp_path: Path) -> None:
     steps = ["--steps", "60", "--save-every", "20"]
     quiet = torchrun([str(EXAMPLES / "plain.py"), "--folder", str(tmp_path / "quiet"), *steps])

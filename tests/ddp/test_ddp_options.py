@@ -1,26 +1,46 @@
 """What the hook does where its user says nothing: the defaults that depend on other choices."""
 
+import inspect
+from dataclasses import fields
+
 import pytest
 
-from rtopk import ErrorFeedback, NoMemory, RTopK, layout
-from rtopk.ddp.options import Options
-
-OTHERS = {
-    "values": "fp32", "rounding": "nearest", "mean": None, "weights": None, "clip_norm": None, "scope": "global",
-    "dense": layout.one_dimensional, "dense_steps": 0, "counts": "steps", "seed": 0, "verify_every": 0,
-    "on_nonfinite": "skip", "max_skips": 50,
-}  # fmt: skip
+import rtopk
+from rtopk import ErrorFeedback, NoMemory, RTopK, TopK
+from rtopk.replicas.options import Options
 
 
 @pytest.mark.parametrize(("memory", "mean"), [("error-feedback", "nodes"), ("momentum-correction", "nodes"),
                                               ("none", "received"), (NoMemory, "received"),
                                               (lambda: ErrorFeedback(), "nodes")])  # fmt: skip
 def test_the_mean_follows_the_memory(memory, mean):
-    assert Options.check(4, 0.01, None, memory, **OTHERS).mean == mean
-    assert Options.check(4, 0.01, None, memory, **{**OTHERS, "mean": "nodes"}).mean == "nodes"
+    assert Options(memory=memory).resolved(4).mean == mean
+    assert Options(memory=memory, mean="nodes").resolved(4).mean == "nodes"
 
 
 def test_the_selector_draws_from_twice_k_unless_one_is_named():
-    assert Options.check(4, 0.01, None, "none", **OTHERS).selector.considered(10, 1000) == 20
+    assert Options().resolved(4).selector.considered(10, 1000) == 20
     papers = RTopK(nodes=4)
-    assert Options.check(4, 0.01, papers, "none", **OTHERS).selector is papers
+    assert Options(selector=papers).resolved(4).selector is papers
+
+
+def test_a_selector_may_be_given_by_name_and_anything_else_is_refused_at_once():
+    assert Options(selector="top-k").resolved(4).selector == TopK()
+    assert Options(selector="rtop-k").resolved(4).selector == RTopK(nodes=4)
+    for wrong in ("topk", TopK, 3):
+        with pytest.raises(ValueError, match="selector must"):
+            Options(selector=wrong).resolved(4)
+
+
+def test_every_option_is_in_the_signature_and_explained():
+    """One dataclass is signature, help and check: a field without a line of help would be missed here."""
+    parameters = inspect.signature(rtopk.ddp.register).parameters
+    assert list(parameters) == ["model", *(field.name for field in fields(Options))]
+    for field in fields(Options):
+        assert parameters[field.name].default is field.default
+        assert f"    {field.name}: " in rtopk.ddp.register.__doc__, field.name
+
+
+def test_an_unknown_option_is_refused_with_its_name():
+    with pytest.raises(TypeError, match=r"register\(\) got an unexpected keyword argument 'densitty'"):
+        rtopk.ddp.register(None, densitty=0.01)

@@ -117,8 +117,11 @@ def test_half_precision_keeps_what_it_cannot_hold(pair: Results, mean: str, memo
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("fsdp2", "sharded with FSDP (FSDPSequential), which rtopk.ddp does not support yet"),
-        ("fsdp1", "sharded with FSDP (FullyShardedDataParallel), which rtopk.ddp does not support yet"),
+        (
+            "fsdp2",
+            "sharded with FSDP (FSDPSequential), and rtopk.ddp serves whole replicas; use rtopk.fsdp.register",
+        ),
+        ("fsdp1", "sharded with FSDP (FullyShardedDataParallel), and rtopk.ddp serves whole replicas"),
         ("sparse", "table got a sparse gradient, as F.embedding(sparse=True) makes them; use sparse=False"),
         ("python_reducer", "set it to 'ddp_optimizer' (the default) before you wrap the model"),
         ("weights", "weights must be finite, not negative and not all zero, got [1.0, nan]"),

@@ -6,15 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk.flower.downlink import OutOfStepError, Update, Versions, follow
+from rtopk.layout import Layout
 from rtopk.state_file import digest_bits
 
 D = 200
+LAYOUT = Layout(("w", "b"), ((18, 10), (20,)), dense_size=20)
 FORMS = [
     {},
     {"density": 0.05},
     {"density": 0.05, "values": "4bit"},
     {"values": "bf16"},
-    {"density": 0.1, "values": "fp16", "dense_size": 20, "anchor_every": 3},
+    {"density": 0.1, "values": "fp16", "layout": LAYOUT, "anchor_every": 3},
 ]
 
 
@@ -34,7 +36,8 @@ def test_clients_hold_the_servers_bits(options, visits):
         for n in visitors:
             base, vector = held[n]
             update = versions.since(base)
-            model = follow(vector, update, size=D, fingerprint=0, lossless=versions.lossless)
+            fingerprint, lossless = versions.codec.fingerprint, versions.lossless
+            model = follow(vector, update, size=D, fingerprint=fingerprint, lossless=lossless)
             assert torch.equal(model.view(torch.int32), versions.model.view(torch.int32))
             held[n] = (versions.version, model)
         versions.advance(versions.target + target(number + 1))

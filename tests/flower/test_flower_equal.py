@@ -8,8 +8,8 @@ import torch
 from flwr.app import Context, RecordDict
 from harness import LocalGrid
 
+from rtopk.studies.config import Config
 from rtopk.studies.federation.app import Federation, client_app, server_app
-from rtopk.studies.train.config import Config
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.records import digest
 

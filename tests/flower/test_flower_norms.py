@@ -12,9 +12,7 @@ from harness import LocalGrid, initial
 
 from rtopk import Codec, SparseVector
 from rtopk.flower import RTopKMod, RTopKStrategy
-from rtopk.flower.intake import Intake, Offer
-from rtopk.flower.norms import LARGEST, ROUNDS, NormBound, median
-from rtopk.flower.refusal import RefusedError
+from rtopk.flower.intake import LARGEST, ROUNDS, Intake, NormBound, Offer, RefusedError, median
 
 D = 16
 

@@ -7,9 +7,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
-from rtopk.flower.ledger import ByteLedger
-from rtopk.flower.records import content_bytes, payload_array
-from rtopk.studies.federation.proxy import CountingProxy
+from rtopk.flower.ledger import ByteLedger, content_bytes
+from rtopk.flower.records import payload_array
+from rtopk.studies.federation.engines import CountingProxy
 
 
 def serve_once(listener, received, answer):
@@ -49,7 +49,9 @@ def test_the_ledger_counts_about_what_protobuf_does():
     assert payload.numel() < size
     assert abs(size - whole) < 600
     ledger = ByteLedger()
-    ledger.count(1, "up", payload.numel(), size)
-    ledger.count(1, "down", 10, 15)
-    assert ledger.rounds[1].total == size + 15
+    header = RecordDict({"rtopk": ConfigRecord({"a": 1})})
+    ledger.count(1, "up", content)
+    ledger.count(1, "down", header)
+    assert ledger.rounds[1].total == size + content_bytes(header)
     assert ledger.to_dict()["1"]["up_framing"] == size - payload.numel()
+    assert ledger.to_dict()["1"]["down_payload"] == 0

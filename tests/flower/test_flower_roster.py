@@ -6,7 +6,7 @@ from flwr.serverapp.strategy import FedAvg
 from harness import LocalGrid, initial, quadratic_app
 
 from rtopk.flower import RTopKMod, RTopKStrategy
-from rtopk.flower.refusal import RefusedError
+from rtopk.flower.intake import RefusedError
 from rtopk.flower.roster import Roster
 
 FEW = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}

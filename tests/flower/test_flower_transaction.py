@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rtopk import Codec, ErrorFeedback, MomentumCorrection, NoMemory, Sparsifier, TopK
 from rtopk.codec import PayloadError
-from rtopk.flower.transaction import NOTHING, Heard, Statement, Transaction
+from rtopk.flower.transaction import NOTHING, Acknowledgement, Freshness, Transaction
 
 D = 8
 UPDATES = st.lists(st.integers(-9, 9), min_size=D, max_size=D)
@@ -49,14 +49,16 @@ class Federation(RuleBasedStateMachine):
         self.round += 1
         self.clock += 1
         self.open = True
-        self.messages.append(("train", Statement(self.session, self.clock, self.accepted), self.round))
+        self.messages.append(("train", Acknowledgement(self.session, self.clock, self.accepted), self.round))
 
     @precondition(lambda self: self.round >= 0)
     @rule()
     def server_asks_for_evaluation(self):
         self.clock += 1
         self.open = False  # what was not accepted when the server spoke again never is
-        self.messages.append(("evaluate", Statement(self.session, self.clock, self.accepted), self.round))
+        self.messages.append(
+            ("evaluate", Acknowledgement(self.session, self.clock, self.accepted), self.round)
+        )
 
     @precondition(lambda self: self.messages)
     @rule(
@@ -66,12 +68,12 @@ class Federation(RuleBasedStateMachine):
     )
     def client_gets_a_message(self, data, update, fate):
         """Any message that was ever sent, so also old ones and those that came before."""
-        kind, statement, round_ = data.draw(st.sampled_from(self.messages))
+        kind, message, round_ = data.draw(st.sampled_from(self.messages))
         client = reload(self.disk)
-        heard = client.hear(statement)
-        if heard is Heard.STALE:
+        freshness = client.settle(message)
+        if freshness is Freshness.STALE:
             return
-        if heard is Heard.DUPLICATE:
+        if freshness is Freshness.DUPLICATE:
             if kind == "train" and client.pending is not None:
                 self.replies.append((client.pending.round, client.pending.payload))
             return
@@ -111,7 +113,7 @@ TestFederation.settings = settings(max_examples=60, stateful_step_count=30, dead
 
 
 def say(transaction, clock, accepted=NOTHING, session=1):
-    return transaction.hear(Statement(session, clock, accepted))
+    return transaction.settle(Acknowledgement(session, clock, accepted))
 
 
 def test_a_client_away_for_ten_rounds():
@@ -120,7 +122,7 @@ def test_a_client_away_for_ten_rounds():
     update = torch.arange(1.0, D + 1)
     client.hold(0, client.produce(update, 0), b"")
     client = reload(client)
-    assert say(client, 12, accepted=NOTHING) is Heard.NEW  # round 0 never arrived
+    assert say(client, 12, accepted=NOTHING) is Freshness.NEW  # round 0 never arrived
     assert torch.equal(client.sparsifier.memory.residual, update)
 
 
@@ -132,8 +134,8 @@ def test_an_accepted_payload_is_dropped_once():
     assert client.pending is None
     assert client.committed == 0
     assert client.sparsifier.memory.residual.tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
-    assert say(client, 2, accepted=0) is Heard.DUPLICATE
-    assert say(client, 1) is Heard.STALE
+    assert say(client, 2, accepted=0) is Freshness.DUPLICATE
+    assert say(client, 1) is Freshness.STALE
 
 
 def test_an_old_copy_of_the_state_is_not_sent_again(caplog):
@@ -150,10 +152,10 @@ def test_a_new_session_starts_over_and_the_old_one_is_stale():
     client = make()
     say(client, 5, session=10)
     client.hold(0, client.produce(torch.ones(D), 0), b"")
-    assert say(client, 1, session=11) is Heard.NEW
+    assert say(client, 1, session=11) is Freshness.NEW
     assert client.pending is None
     assert client.sparsifier.memory.residual is None
-    assert say(client, 99, session=10) is Heard.STALE
+    assert say(client, 99, session=10) is Freshness.STALE
 
 
 def test_produce_refuses_while_pending():

@@ -18,8 +18,8 @@ from rtopk.kernels.search import CHECKS, LARGE, Search
 from rtopk.seed import generator
 from rtopk.select import draw
 from rtopk.sparse import SparseVector
+from rtopk.studies.bench import Gradients, synthetic
 from rtopk.studies.bench.compress import Fused
-from rtopk.studies.bench.workloads import Gradients, synthetic
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
 from rtopk.studies.train.loop import Run
 
 SEEDS, ROUNDS = 5, 1000

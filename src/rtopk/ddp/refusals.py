@@ -2,9 +2,10 @@
 
 import sys
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from rtopk.replicas.options import plain_name, refuse_parameters
 
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
@@ -26,9 +27,9 @@ def refuse_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             raise TypeError(
-                f"{name or 'model'} is sharded with FSDP ({type(module).__name__}), which rtopk.ddp does not "
-                "support yet: it serves replicas; wrap the plain module in DistributedDataParallel if it fits on "
-                "one device, else train it without rtopk"
+                f"{name or 'model'} is sharded with FSDP ({type(module).__name__}), and rtopk.ddp serves whole "
+                "replicas; use rtopk.fsdp.register for a model sharded with fully_shard, or wrap the plain module "
+                "in DistributedDataParallel if it fits on one device"
             )
 
 
@@ -36,7 +37,7 @@ def trainable(model: DistributedDataParallel) -> dict[str, Tensor]:
     """Return the parameters that DDP reduces, by their names in the plain model."""
     ignored = model.parameters_to_ignore
     return {
-        name.replace("_orig_mod.", ""): parameter  # torch.compile inserts this; a state must not depend on it
+        plain_name(name): parameter
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
@@ -60,13 +61,7 @@ def refuse(model: DistributedDataParallel, attach: bool = True) -> None:
             "DistributedDataParallel first"
         )
     parameters = trainable(model)
-    for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"{name} is {parameter.dtype}; only real floating-point parameters are supported"
-            )
-        if parameter.is_sparse or not parameter.numel():
-            raise ValueError(f"{name} is sparse or empty; only dense parameters with entries are supported")
+    refuse_parameters(model.module, parameters)
     made = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     reduced = made.get("num_parameter_tensors", len(parameters))
     if reduced != len(parameters):
@@ -74,20 +69,6 @@ def refuse(model: DistributedDataParallel, attach: bool = True) -> None:
             f"DDP was made with {reduced} trainable parameters and there are {len(parameters)} now; freeze or thaw "
             "layers before you wrap the model, or after you register the hook"
         )
-    devices = {parameter.device for parameter in parameters.values()}
-    if len(devices) > 1:
-        raise ValueError(
-            f"parameters lie on {sorted(map(str, devices))}; one device per process is supported"
-        )
-    for name, module in model.module.named_modules():
-        if (
-            isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            and module.sparse
-            and module.weight.requires_grad
-        ):
-            raise ValueError(
-                f"{name} makes sparse gradients; create it with sparse=False: few entries are sent anyway"
-            )
 
 
 def refuse_join(model: DistributedDataParallel) -> None:
@@ -97,11 +78,3 @@ def refuse_join(model: DistributedDataParallel) -> None:
             "DDP's join() (uneven inputs) does not run communication hooks on ranks that are done, so the "
             "others would wait for ever; give all ranks the same number of batches"
         )
-
-
-def joint_dtype(parameters: dict[str, Tensor]) -> torch.dtype:
-    """Return the dtype of residuals: at least fp32."""
-    dtype = torch.float32
-    for parameter in parameters.values():
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    return dtype

@@ -1,7 +1,7 @@
 """Federated training on Flower with compressed messages both ways: two lines for a Flower app.
 
 `ClientApp(mods=[RTopKMod(density=0.01)])` on the clients, `RTopKStrategy(FedAvg(...))` on the server. The
-names are imported lazily, so that the parts without Flower (transaction, store, downlink, intake) can
+names are imported lazily, so that the parts without Flower (transaction, downlink, intake) can
 be used and tested without flwr.
 """
 

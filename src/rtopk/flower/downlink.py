@@ -7,7 +7,7 @@ every message proves it.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from rtopk.codec import Codec
 from rtopk.kernels import require_finite
-from rtopk.seed import generator
-from rtopk.select import Selector, TopK
+from rtopk.layout import Layout
+from rtopk.memory import NoMemory
+from rtopk.schedule import check_density
+from rtopk.select import TopK
 from rtopk.sparse import SparseVector
+from rtopk.sparsifier import Sparsifier
 from rtopk.state_file import digest_bits
 
 Kind = Literal["held", "deltas", "snapshot"]
@@ -50,38 +53,28 @@ class Versions:
     def __init__(
         self,
         model: Tensor,  # (d,) float32
-        fingerprint: int = 0,
+        layout: Layout | None = None,
         *,
         density: float = 1.0,
         values: str = "fp32",
-        selector: Selector | None = None,
-        dense_size: int = 0,
         anchor_every: int = 0,
         history: int = 16,
-        seed: int = 0,
     ) -> None:
         require_finite(model, "model")
-        if not 0.0 < density <= 1.0:
-            raise ValueError(f"downlink density must be in (0, 1], got {density}")
+        check_density(density, "downlink density")
         if anchor_every < 0 or history < 1:
             raise ValueError(f"need anchor_every >= 0 and history >= 1, got {anchor_every}, {history}")
         self.model = model.clone()
         self.version = 0
         self.digest = digest_bits(self.model)
-        self.codec = Codec(values, fingerprint=fingerprint)
-        self.density = density
-        self.selector = TopK() if selector is None else selector
-        self.dense_size = dense_size
+        self.codec = Codec(values, fingerprint=layout.fingerprint if layout else 0)
+        self.lossless = density == 1.0 and values == "fp32"  # clients get exactly the target
         self.anchor_every = anchor_every
-        self.seed = seed
+        # It keeps nothing itself: each difference is taken from the model that the clients hold.
+        self._sparsifier = Sparsifier(TopK(), density, NoMemory(), self.codec, layout=layout)
         self.back = torch.zeros(0)  # what the clients do not have yet: target - model; empty if nothing
         self._deltas: deque[tuple[int, Tensor]] = deque(maxlen=history)  # (base, payload)
         self._snapshot: Tensor | None = None
-
-    @property
-    def lossless(self) -> bool:
-        """Return whether clients get exactly the target."""
-        return self.density == 1.0 and self.codec.values == "fp32"
 
     @property
     def target(self) -> Tensor:
@@ -93,33 +86,23 @@ class Versions:
         if target.shape != self.model.shape:
             raise ValueError(f"target must have {self.model.numel()} entries, got {target.numel()}")
         require_finite(target, "target")
-        version = self.version + 1
-        anchor = bool(self.anchor_every) and version % self.anchor_every == 0
-        if anchor or self.lossless:
+        version, payload, back = self.version + 1, None, torch.zeros(0)
+        if self.anchor_every and version % self.anchor_every == 0:
+            model = target.clone()
+        elif self.lossless:
             changed = (target.view(torch.int32) != self.model.view(torch.int32)).nonzero()[:, 0]
-            payload = None if anchor else self.codec.encode(SparseVector.gather(target, changed))
-            model, back = target.clone(), torch.zeros(0)
+            payload, model = self.codec.encode(SparseVector.gather(target, changed)), target.clone()
         else:
-            payload, model, back = self._approach(target, version)
+            model = self.model.clone()
+            self._sparsifier.watch = lambda sent: _add_(model, sent)
+            payload = self._sparsifier.compress(target - self.model, version)
+            back = target - model
         self.model, self.back, self.version, self.digest = model, back, version, digest_bits(model)
         self._snapshot = None
         if payload is None:
             self._deltas.clear()
         else:
             self._deltas.append((version - 1, payload))
-
-    def _approach(self, target: Tensor, version: int) -> tuple[Tensor, Tensor, Tensor]:
-        difference = target - self.model
-        sparse_size = difference.numel() - self.dense_size
-        rng = generator(self.seed, "downlink", version)
-        tail = torch.arange(sparse_size, difference.numel())
-        k = max(1, round(self.density * sparse_size)) if sparse_size else 0
-        head = self.selector.select(difference[:sparse_size], k, rng) if sparse_size else tail[:0]
-        chosen = SparseVector.gather(difference, torch.cat([head, tail]))
-        payload, sent = self.codec.encode_with_decoded(chosen, rng)
-        model = self.model.clone()
-        model[sent.indices] += sent.values
-        return payload, model, target - model
 
     def since(self, base: int | None) -> Update:
         """Return what a client at version `base` needs; None for a client that holds nothing."""
@@ -160,18 +143,23 @@ class Versions:
 def follow(held: Tensor | None, update: Update, *, size: int, fingerprint: int, lossless: bool) -> Tensor:
     """Return a client's model after an update; OutOfStepError unless it is bit-identical to the server's."""
     codec = Codec(fingerprint=fingerprint)
+    sent = (codec.decode(payload, size=size) for payload in update.payloads)
     if update.kind == "snapshot":
-        model = _one(update.payloads, codec, size).values
+        if len(update.payloads) != 1:
+            raise OutOfStepError(f"a snapshot is one payload, got {len(update.payloads)}")
+        whole = next(sent)
+        if len(whole) != size:
+            raise OutOfStepError(f"a snapshot has all {size} entries, got {len(whole)}")
+        model = whole.values
     elif held is None:
         raise OutOfStepError(f"an update from version {update.base} needs a model, this client holds none")
     else:
         model = held.clone()
-        for payload in update.payloads:
-            sent = codec.decode(payload, size=size)
+        for vector in sent:
             if lossless:
-                model[sent.indices] = sent.values
+                model[vector.indices] = vector.values
             else:
-                model[sent.indices] += sent.values
+                _add_(model, vector)
     if digest_bits(model) != update.digest:
         raise OutOfStepError(
             f"after {update.kind} to version {update.version} the model is {digest_bits(model).hex()}, "
@@ -180,10 +168,6 @@ def follow(held: Tensor | None, update: Update, *, size: int, fingerprint: int, 
     return model
 
 
-def _one(payloads: Sequence[Tensor], codec: Codec, size: int) -> SparseVector:
-    if len(payloads) != 1:
-        raise OutOfStepError(f"a snapshot is one payload, got {len(payloads)}")
-    vector = codec.decode(payloads[0], size=size)
-    if len(vector) != size:
-        raise OutOfStepError(f"a snapshot has all {size} entries, got {len(vector)}")
-    return vector
+def _add_(model: Tensor, sent: SparseVector) -> None:
+    """Add the decoded numbers, on both sides in the same way."""
+    model[sent.indices] += sent.values

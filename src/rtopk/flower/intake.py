@@ -8,24 +8,28 @@ has used it (`commit`), and that is what clients are told.
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rtopk.aggregate import Mean, RunningMean
-from rtopk.codec import Codec, PayloadError
-from rtopk.flower.norms import NormBound
-from rtopk.flower.refusal import RefusedError
-from rtopk.flower.transaction import NOTHING
+from rtopk.codec import Codec
+from rtopk.flower.transaction import NOTHING, byte_tensor
 from rtopk.schedule import check_density
 from rtopk.sparse import SparseVector
 
 ENTRY_BYTES = 32  # more than any codec needs for an entry: positions and values
+ROUNDS = 5  # whose norms are remembered
+LARGEST = 2.0**60  # norm of any update: beyond it, squares and weighted sums leave float32
 log = logging.getLogger("rtopk.flower")
+
+
+class RefusedError(ValueError):
+    """A reply that the server does not use."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,59 @@ class Verdict:
     norms: list[float] = field(default_factory=list)  # of all that could be decoded
 
 
+class NormBound:
+    """How large an update may be, compared with what all clients offered recently.
+
+    The limit is `outlier` times the median norm of the updates offered in the last rounds, whether they were used
+    or not. So it follows the clients: one reply cannot set it, and if it is wrong for most of them it is right
+    again after at most half of the remembered rounds. An update no larger than the model is never an outlier.
+    """
+
+    def __init__(self, outlier: float = 1000.0, max_norm: float | None = None) -> None:
+        if max_norm is not None and not 0.0 < max_norm < math.inf:
+            raise ValueError(f"max_norm must be positive and finite, or None, got {max_norm}")
+        if not outlier > 1.0:
+            raise ValueError(f"outlier must be greater than 1, got {outlier}")
+        self.outlier, self.max_norm = outlier, max_norm
+        self.offered: deque[list[float]] = deque(maxlen=ROUNDS)
+
+    def limit(self, count: int, model: float, norms: Callable[[], Sequence[float]]) -> float:
+        """Return the largest norm that this round may use.
+
+        `count` updates are offered, `model` is the norm of the model. `norms` returns those of this round;
+        it is called only while fewer than that are remembered.
+        """
+        most = LARGEST if self.max_norm is None else min(self.max_norm, LARGEST)
+        if math.isinf(self.outlier):
+            return most
+        known = [norm for offered in self.offered for norm in offered]
+        if len(known) < count:
+            known += [norm for norm in norms() if norm > 0.0]
+        if len(known) < 2:  # a norm cannot vouch for itself
+            return min(self.outlier * model or LARGEST, most)
+        return min(max(self.outlier * median(known), model), most)
+
+    def check(self, norm: float, limit: float) -> None:
+        """Raise RefusedError if a norm is too large."""
+        if not norm <= limit:
+            usual = f", {self.outlier:g} times the usual or the model's own norm"
+            raise RefusedError(
+                f"its norm {norm:g} is above the limit {limit:g}{'' if limit == self.max_norm else usual}"
+            )
+
+    def note(self, norms: Sequence[float]) -> None:
+        """Record the norms offered in a round, except zeros, which carry no scale."""
+        kept = [norm for norm in norms if 0.0 < norm <= LARGEST]
+        if kept:
+            self.offered.append(kept)
+
+
 class Intake:
     """Judge the offers of a round and average those that pass, in the order of client ids.
 
     `max_density` is the largest part of the entries that a payload may hold, `max_norm` the largest norm,
-    `outlier` how many times the usual norm is too much (see `norms`). `ceiling` is the largest magnitude of each
-    weight, None if all may be as large as float32 can hold.
+    `outlier` how many times the usual norm is too much (see `NormBound`). `ceiling` is the largest magnitude of
+    each weight, None if all may be as large as float32 can hold.
     """
 
     def __init__(
@@ -78,7 +129,7 @@ class Intake:
         self.mean: Mean = mean
         self.weighted = weighted
         self.ceiling = ceiling
-        self.accepted: dict[str, int] = {}
+        self.accepted: dict[str, int] = {}  # client -> its last round that was used
 
     def check(self, offer: Offer, round_: int, digest: bytes) -> None:
         """Raise RefusedError unless the offer may be decoded in this round of this model."""
@@ -92,9 +143,8 @@ class Intake:
     def decode(self, offer: Offer) -> SparseVector:
         """Return the vector of a checked offer."""
         try:
-            payload = torch.frombuffer(bytearray(offer.payload), dtype=torch.uint8)
-            return self.codec.decode(payload, size=self.size, entries=self.entries)
-        except (PayloadError, ValueError) as error:
+            return self.codec.decode(byte_tensor(offer.payload), size=self.size, entries=self.entries)
+        except ValueError as error:
             raise RefusedError(str(error)) from error
 
     def judged(
@@ -102,12 +152,12 @@ class Intake:
     ) -> Iterator[tuple[Offer, SparseVector]]:
         """Yield the offers that pass with their vectors, one decoded at a time; `target` is the model."""
         offers = sorted(offers, key=lambda o: client_order(o.client))
-        limit = self.bound.limit(len(offers), norm_of(target), lambda: self._look(offers))
+        limit = self.bound.limit(len(offers), norm_of(target), lambda: self._norms(offers))
         absurd = 0  # how many are above it
         for offer in offers:
             try:
                 vector = self.decode(offer)
-                norm = math.hypot(norm_of(vector.values), offer.beside)
+                norm = _norm(offer, vector)
                 verdict.norms.append(norm)
                 absurd += norm > limit
                 self.bound.check(norm, limit)
@@ -126,24 +176,28 @@ class Intake:
 
     def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Verdict]:
         """Average what passes, None if nothing does; decodes one offer at a time."""
-        running, verdict = RunningMean(self.size, self.mean, self.weighted), Verdict()
-        for offer, vector in self.judged(offers, target, verdict):
-            running.add(vector, offer.weight)
-        return (running.result() if verdict.taken else None), verdict
+        verdict = Verdict()
+        mean = self._mean(self.judged(offers, target, verdict))
+        return mean, verdict
 
     def mean_of(self, offers: Iterable[Offer]) -> Tensor:
         """Average offers that have already passed."""
-        running = RunningMean(self.size, self.mean, self.weighted)
-        for offer in offers:
-            running.add(self.decode(offer), offer.weight)
-        return running.result()
+        mean = self._mean((offer, self.decode(offer)) for offer in offers)
+        assert mean is not None
+        return mean
 
-    def _look(self, offers: Iterable[Offer]) -> list[float]:
+    def _mean(self, vectors: Iterable[tuple[Offer, SparseVector]]) -> Tensor | None:
+        running = RunningMean(self.size, self.mean, self.weighted)
+        for offer, vector in vectors:
+            running.add(vector, offer.weight)
+        return running.result() if running.nodes else None
+
+    def _norms(self, offers: Iterable[Offer]) -> list[float]:
         """Return the norms of what can be decoded."""
         norms = []
         for offer in offers:
             try:
-                norms.append(math.hypot(norm_of(self.decode(offer).values), offer.beside))
+                norms.append(_norm(offer, self.decode(offer)))
             except RefusedError:
                 continue
         return norms
@@ -163,18 +217,28 @@ class Intake:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next round depends on."""
-        return {"accepted": dict(self.accepted), **self.bound.state_dict()}
+        return {"accepted": dict(self.accepted), "offered": [list(norms) for norms in self.bound.offered]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        self.bound.load_state_dict(state)
+        self.bound.offered = deque((list(norms) for norms in state["offered"]), maxlen=ROUNDS)
         self.accepted = dict(state["accepted"])
+
+
+def median(numbers: Sequence[float]) -> float:
+    """Return the lower median: of two the smaller, so that one absurd number cannot set it."""
+    return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
 
 
 def norm_of(vector: Tensor) -> float:
     """Return the Euclidean norm, summed in float64 by one thread (see `RunningMean`)."""
     values = vector.numpy()
     return math.sqrt(float(np.einsum("i,i->", values, values, dtype=np.float64)))
+
+
+def _norm(offer: Offer, vector: SparseVector) -> float:
+    """Return the norm of all that an offer changes."""
+    return math.hypot(norm_of(vector.values), offer.beside)
 
 
 def client_order(client: str) -> tuple[int, int, str]:

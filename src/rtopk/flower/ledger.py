@@ -8,6 +8,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from flwr.app import RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
 
 @dataclass
 class RoundBytes:
@@ -33,17 +36,28 @@ class ByteLedger:
     def __init__(self) -> None:
         self.rounds: dict[int, RoundBytes] = defaultdict(RoundBytes)
 
-    def count(self, round_: int, way: Literal["down", "up"], payload: int, content: int) -> None:
-        """Add one message: the bytes of its payloads, and of the whole content around and with them."""
-        entry = self.rounds[round_]
+    def count(self, round_: int, way: Literal["down", "up"], content: RecordDict) -> None:
+        """Add the content of one message: its payloads, and the framing around them."""
+        entry, payload = self.rounds[round_], data_bytes(content)
+        framing = content_bytes(content) - payload
         if way == "down":
             entry.down_payload += payload
-            entry.down_framing += content - payload
+            entry.down_framing += framing
             entry.messages += 1
         else:
             entry.up_payload += payload
-            entry.up_framing += content - payload
+            entry.up_framing += framing
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rounds as plain values."""
         return {str(number): asdict(entry) for number, entry in sorted(self.rounds.items())}
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Count the bytes of a content as Flower serialises its objects."""
+    return sum(len(found.deflate()) for found in get_all_nested_objects(content).values())
+
+
+def data_bytes(content: RecordDict) -> int:
+    """Count the bytes of the arrays in a content: payloads and unchanged arrays."""
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())

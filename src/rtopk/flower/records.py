@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -48,9 +47,14 @@ class Model:
         return cls(tuple(record), dtypes, Layout.of(floats, dense))
 
     @property
+    def types(self) -> dict[str, str]:
+        """Return the type of each array."""
+        return dict(zip(self.names, self.dtypes, strict=True))
+
+    @property
     def raw(self) -> tuple[str, ...]:
         """Return the names of the arrays that are sent unchanged."""
-        return tuple(n for n, t in zip(self.names, self.dtypes, strict=True) if t not in COMPRESSED)
+        return tuple(name for name, dtype in self.types.items() if dtype not in COMPRESSED)
 
     @property
     def dense(self) -> tuple[str, ...]:
@@ -67,8 +71,7 @@ class Model:
 
     def record(self, vector: Tensor, raw: Mapping[str, Array]) -> ArrayRecord:
         """Write a vector and raw arrays as a record of the model's own types and order."""
-        types = dict(zip(self.names, self.dtypes, strict=True))
-        views = self.layout.unflatten(vector)
+        types, views = self.types, self.layout.unflatten(vector)
         arrays = {n: raw[n] if n not in views else Array(_typed(views[n], types[n])) for n in self.names}
         return ArrayRecord(arrays)
 
@@ -76,8 +79,7 @@ class Model:
         """Return the vector as a client sees it: float16 arrays hold float16 numbers."""
         if "float16" not in self.dtypes:
             return vector
-        types = dict(zip(self.names, self.dtypes, strict=True))
-        views = self.layout.unflatten(vector)
+        types, views = self.types, self.layout.unflatten(vector)
         return self.layout.flatten(
             {n: torch.from_numpy(_typed(v, types[n])).float() for n, v in views.items()}
         )
@@ -87,7 +89,7 @@ class Model:
         """Return the largest magnitude of each entry, None if all are float32."""
         if "float16" not in self.dtypes:
             return None
-        types = dict(zip(self.names, self.dtypes, strict=True))
+        types = self.types
         limits = {"float16": HALF_LIMIT, "float32": float(torch.finfo(torch.float32).max)}
         return self.layout.flatten(
             {
@@ -138,11 +140,6 @@ def payload_bytes(record: ArrayRecord) -> list[bytes]:
     return found
 
 
-def as_tensor(data: bytes) -> Tensor:
-    """Return bytes as a payload."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def the_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:
     """Return the only ArrayRecord of a message and its name."""
     if len(content.array_records) != 1:
@@ -155,13 +152,3 @@ def with_header(content: RecordDict, header: ConfigRecord, **replaced: ArrayReco
     records = {n: r for n, r in content.items() if n not in replaced and n != HEADER}
     records |= {name: record for name, record in replaced.items() if record is not None}
     return RecordDict({**records, HEADER: header})
-
-
-def content_bytes(content: RecordDict) -> int:
-    """Count the bytes of a content as Flower serialises its objects."""
-    return sum(len(found.deflate()) for found in get_all_nested_objects(content).values())
-
-
-def data_bytes(content: RecordDict) -> int:
-    """Count the bytes of the arrays in a content: payloads and unchanged arrays."""
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())

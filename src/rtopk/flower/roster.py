@@ -1,4 +1,4 @@
-"""What the server knows about its nodes: which client each one is, and which model it holds.
+"""What the server knows about its nodes (which client each one is, which model it holds), and what it sends them.
 
 Flower guarantees the node id of a reply; the client id is only what the client claims. So an id belongs to the
 first node that uses it, and a node may use one id: no node can reply for another. A node reports which model it
@@ -8,7 +8,13 @@ holds; until then the server assumes none, or the first model if clients create 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
-from rtopk.flower.refusal import RefusedError
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from torch import Tensor
+
+from rtopk.flower.downlink import Kind, Versions
+from rtopk.flower.intake import RefusedError, pack_table
+from rtopk.flower.records import PAYLOAD, Model, payload_array, the_arrays, with_header
+from rtopk.flower.transaction import NOTHING
 
 Rebind = Literal["gone", "always", "never"]
 
@@ -97,3 +103,54 @@ class Roster:
         saved = {n: c for n, c in state["clients"].items() if n not in given and c not in given.values()}
         self.clients = saved | given
         self._nodes = {client: node for node, client in self.clients.items()}
+
+
+class Sender:
+    """Compress the messages of one exchange: the model in each becomes a `downlink` update and our header."""
+
+    def __init__(
+        self,
+        model: Model,
+        versions: Versions,
+        roster: Roster,
+        accepted: Mapping[str, int],
+        raw: Mapping[str, Array],
+    ) -> None:
+        self.model, self.versions, self.roster = model, versions, roster
+        self.accepted, self.raw = accepted, raw
+        self._table = pack_table(accepted)
+        self._wrapped: dict[int, Array] = {}  # payloads for many clients are wrapped once
+
+    def encode(self, message: Message, stamp: Mapping[str, int]) -> Kind:
+        """Replace the model in a message by what its node needs; return what that was."""
+        node = message.metadata.dst_node_id
+        update = self.versions.since(self.roster.version_of(node, self.versions.version))
+        header = ConfigRecord(
+            {
+                **stamp,
+                "kind": update.kind,
+                "base": update.base,
+                "version": update.version,
+                "digest": update.digest,
+                "lossless": self.versions.lossless,
+                "fingerprint": self.model.layout.fingerprint.to_bytes(8, "little"),
+            }
+        )
+        if node in self.roster.clients:
+            header["accepted"] = self.accepted.get(self.roster.clients[node], NOTHING)
+        else:
+            header["table"] = self._table
+        if update.kind == "snapshot":
+            header["model"] = self.model.to_json()
+        elif self.roster.is_new(node):
+            header["dense"] = "\n".join(self.model.dense)
+        payloads = {f"{PAYLOAD}{n}": self._array(payload) for n, payload in enumerate(update.payloads)}
+        name, _ = the_arrays(message.content)
+        arrays = ArrayRecord({**payloads, **self.raw})
+        message.content = with_header(message.content, header, **{name: arrays})
+        return update.kind
+
+    def _array(self, payload: Tensor) -> Array:
+        if id(payload) not in self._wrapped:
+            self._wrapped[id(payload)] = payload_array(payload)
+        return self._wrapped[id(payload)]

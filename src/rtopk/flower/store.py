@@ -6,14 +6,17 @@ client id and the model, never from Flower's node id, which changes when a Super
 """
 
 import fcntl
-import hashlib
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from flwr.app import Array, ArrayRecord, Context
+
+from rtopk.flower.intake import tag
+from rtopk.flower.records import HEADER
 from rtopk.state_file import Format, StateError, write_atomically
 
 FILE = Format(struct.pack("<4sI", b"rTst", 1), 16, "delete it to start over")
@@ -28,13 +31,15 @@ class Store(Protocol):
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state as a whole."""
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold a lock: one process at a time works on this state."""
+
 
 class FileStore:
     """Keep the state of a client in a folder."""
 
     def __init__(self, folder: Path, client: str, fingerprint: int) -> None:
-        name = hashlib.blake2b(client.encode(), digest_size=8).hexdigest()
-        self.path = Path(folder) / f"client-{name}-{fingerprint:016x}.state"
+        self.path = Path(folder) / f"client-{tag(client).hex()}-{fingerprint:016x}.state"
 
     def load(self) -> dict[str, Any] | None:
         """Return the state, None if there is no file; StateError if it is damaged."""
@@ -65,3 +70,27 @@ class FileStore:
                         ) from None
                     time.sleep(0.05)
             yield  # closing the file lets go of the lock
+
+
+class ContextStore:
+    """Keep the state of a client in Flower's context: for small models, and lost when a SuperNode restarts."""
+
+    LIMIT = 4_000_000  # entries; Flower copies the whole context for every message
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the state, None if there is none."""
+        record = self.context.state.get(HEADER)
+        return FILE.unpack(record["state"].data, "context") if isinstance(record, ArrayRecord) else None
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace the state."""
+        data = FILE.pack(state)
+        array = Array(dtype="uint8", shape=(len(data),), stype="rtopk.state", data=data)
+        self.context.state[HEADER] = ArrayRecord({"state": array})
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Do nothing: Flower gives a context to one process at a time."""
+        return nullcontext()

@@ -18,18 +18,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from rtopk.aggregate import Mean
-from rtopk.flower import guard, metrics
 from rtopk.flower import inner as flowers
-from rtopk.flower import replies as reading
-from rtopk.flower.aggregation import Aggregation
+from rtopk.flower.aggregation import Aggregation, without_failing
 from rtopk.flower.downlink import Versions
-from rtopk.flower.intake import Intake, Offer
-from rtopk.flower.judge import Expected, Judge, Read
+from rtopk.flower.intake import Intake, Offer, RefusedError
 from rtopk.flower.ledger import ByteLedger
-from rtopk.flower.outgoing import Sender
-from rtopk.flower.records import Model, content_bytes, data_bytes
-from rtopk.flower.refusal import RefusedError
-from rtopk.flower.roster import Rebind, Roster
+from rtopk.flower.records import Model
+from rtopk.flower.replies import WEIGHT_LIMIT, Expected, ReplyCheck, read_offer, weight_of
+from rtopk.flower.roster import Rebind, Roster, Sender
 from rtopk.layout import DenseRule, one_dimensional
 from rtopk.local.outer import SGD, Outer, State
 
@@ -62,7 +58,7 @@ class RTopKStrategy(Strategy):
         outer: Outer | None = None,
         max_density: float = 1.0,
         max_norm: float | None = None,
-        max_weight: float = metrics.WEIGHT_LIMIT,
+        max_weight: float = WEIGHT_LIMIT,
         weight_ratio: float = 10.0,
         outlier: float = 1000.0,
         rebind: Rebind = "gone",
@@ -99,8 +95,8 @@ class RTopKStrategy(Strategy):
         }  # fmt: skip
         self._outer_state: State = {}
         self.roster = Roster(initial_known, rebind, clients)
-        self.judge = Judge(self.roster, self.ledger, max_weight, weight_ratio)
-        self.refusals = self.judge.refusals
+        self.replies = ReplyCheck(self.roster, self.ledger, max_weight, weight_ratio)
+        self.refusals = self.replies.refusals
         self._raw: Mapping[str, Array] = {}
         self._open: int | None = None  # the round whose replies may still be accepted
         self._before = 0  # rounds of earlier starts
@@ -121,7 +117,7 @@ class RTopKStrategy(Strategy):
         if self._before + server_round <= self.last_round:  # Flower's start counts from 1 again
             self._before = self.last_round
         number = self.last_round = self._before + server_round
-        messages = self._dress(number, self.inner.configure_train(number, wished, config, grid), grid)
+        messages = self._encode(number, self.inner.configure_train(number, wished, config, grid), grid)
         self._open = number
         return messages
 
@@ -132,18 +128,18 @@ class RTopKStrategy(Strategy):
         self._begin(arrays)
         self._open = None  # this message tells clients what was accepted, so nothing may be accepted later
         model, number = self.model.record(self.versions.model, self._raw), self._before + server_round
-        return self._dress(number, self.inner.configure_evaluate(number, model, config, grid), grid)
+        return self._encode(number, self.inner.configure_evaluate(number, model, config, grid), grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check, average, let the inner strategy step; only then accept the payloads."""
         number = self._before + server_round
-        good = self.judge.usable(replies, self._expected(number, self._read(number)))
+        good = self._usable(number, replies, training=True)
         self._open = None
         key = self._weight_key
         offers = {
-            replace(offer, weight=metrics.weight(message.content, key)): message
+            replace(offer, weight=weight_of(message.content, key)): message
             for message, offer in good.items()
             if offer is not None
         }
@@ -153,7 +149,7 @@ class RTopKStrategy(Strategy):
         )  # fmt: skip
 
         def refuse(offer: Offer, reason: str) -> None:
-            self.judge.refuse(number, offer.node, reason)
+            self.replies.refuse(number, offer.node, reason)
 
         outcome = aggregation.each(refuse) if self.each else aggregation.mean(refuse)
         arrays = None
@@ -161,19 +157,20 @@ class RTopKStrategy(Strategy):
             self.versions.advance(outcome.target)
             self._outer_state, self._raw = outcome.outer_state, outcome.raw
             self.intake.commit(outcome.taken, number - 1)
-            arrays = self._publish()
+            self.roster.named(self.versions.digest, self.versions.version)
+            arrays = self._returned = self.model.record(self.versions.model, self._raw)
         self.on_round(number, self)
         return arrays, None if outcome is None else outcome.metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pass on the replies without our header."""
         number = self._before + server_round
-        good = self.judge.usable(replies, self._expected(number))
-        return guard.aggregate(
+        good = self._usable(number, replies, training=False)
+        return without_failing(
             lambda chosen: self.inner.aggregate_evaluate(number, chosen),
             list(good),
             self.inner,
-            lambda message, reason: self.judge.refuse(number, message.metadata.src_node_id, reason),
+            lambda message, reason: self.replies.refuse(number, message.metadata.src_node_id, reason),
         )
 
     # -- down ---------------------------------------------------------------------------------------------
@@ -184,9 +181,7 @@ class RTopKStrategy(Strategy):
             self.model = Model.of(arrays, self.dense)
             vector, self._raw = self.model.flatten(arrays)
             layout = self.model.layout
-            self.versions = Versions(
-                vector, layout.fingerprint, dense_size=layout.dense_size, **self._downlink_options
-            )
+            self.versions = Versions(vector, layout, **self._downlink_options)
             self.intake = Intake(
                 layout.size, layout.fingerprint, dense_size=layout.dense_size, ceiling=self.model.ceiling,
                 **self._intake_options,
@@ -200,18 +195,16 @@ class RTopKStrategy(Strategy):
         self.roster.named(self.versions.digest, self.versions.version)
         return self.model.record(self.versions.target, self._raw)
 
-    def _dress(self, number: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
+    def _encode(self, number: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
         self.clock += 1
         self._connected = lambda: list(grid.get_node_ids())
-        stamp = {"session": self.session, "clock": self.clock, "round": number - 1}
+        encoded = list(messages)
+        stamp = {"session": self.session, "clock": self.clock, "round": number - 1, "nodes": len(encoded)}
         sender = Sender(self.model, self.versions, self.roster, self.intake.accepted, self._raw)
-        dressed = list(messages)
-        entry = self.ledger.rounds[number]
-        for message in dressed:
-            kind = sender.dress(message, {**stamp, "nodes": len(dressed)})
-            self.ledger.count(number, "down", data_bytes(message.content), content_bytes(message.content))
-            entry.snapshots += kind == "snapshot"
-        return dressed
+        for message in encoded:
+            self.ledger.rounds[number].snapshots += sender.encode(message, stamp) == "snapshot"
+            self.ledger.count(number, "down", message.content)
+        return encoded
 
     # -- up -----------------------------------------------------------------------------------------------
 
@@ -220,25 +213,21 @@ class RTopKStrategy(Strategy):
         innermost = flowers.chain(self.inner)[-1]
         return str(getattr(innermost, "weighted_by_key", "num-examples"))
 
-    def _expected(self, number: int, read: Read | None = None) -> Expected:
-        return Expected(
-            number, self.session, self.versions.digest, self._weight_key, self._connected, read
-        )  # fmt: skip
+    def _usable(self, number: int, replies: Iterable[Message], training: bool) -> dict[Message, Offer | None]:
+        """Return the replies that may be used; in training with their offers."""
 
-    def _read(self, number: int) -> Read:
         def read(message: Message, client: str, digest: bytes, weight: float) -> Offer:
             if self._open != number:
                 raise RefusedError(f"round {number} is closed")
-            offer = reading.read(message, client, digest, weight, self.model, self._raw)
+            offer = read_offer(message, client, digest, weight, self.model, self._raw)
             self.intake.check(offer, number - 1, self.versions.digest)
             return offer
 
-        return read
-
-    def _publish(self) -> ArrayRecord:
-        self.roster.named(self.versions.digest, self.versions.version)
-        self._returned = self.model.record(self.versions.model, self._raw)
-        return self._returned
+        expected = Expected(
+            number, self.session, self.versions.digest, self._weight_key, self._connected,
+            read if training else None,
+        )  # fmt: skip
+        return self.replies.usable(replies, expected)
 
     # -- restart ------------------------------------------------------------------------------------------
 

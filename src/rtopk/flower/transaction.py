@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ NOTHING = -1  # "no round accepted"
 log = logging.getLogger("rtopk.flower")
 
 
-class Heard(Enum):
+class Freshness(Enum):
     """How a message relates to the last one that the client acted on."""
 
     NEW = "new"
@@ -33,12 +34,17 @@ class Heard(Enum):
 
 
 @dataclass(frozen=True)
-class Statement:
+class Acknowledgement:
     """The server's part of every message: its session and clock, and what it accepted from this client."""
 
     session: int
     clock: int
     accepted: int = NOTHING  # the last round
+
+    def after(self, session: int, clock: int) -> Freshness:
+        """Compare with the session and clock of an earlier message."""
+        last, this = (session, clock), (self.session, self.clock)
+        return Freshness.NEW if this > last else Freshness.DUPLICATE if this == last else Freshness.STALE
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,9 @@ class Pending:
 
 
 class Transaction:
-    """The residual of one client, its pending payload, and the last statement it acted on.
+    """The residual of one client, its pending payload, and the last message it acted on.
 
-    Call `hear` before `produce`. Save the state after `produce` and before the reply is sent: a crash before the
+    Call `settle` before `produce`. Save the state after `produce` and before the reply is sent: a crash before the
     save leaves the last round pending, a crash after it this one.
     """
 
@@ -67,39 +73,34 @@ class Transaction:
         self._sent: SparseVector | None = None  # by the last `produce`
         sparsifier.watch = self._keep
 
-    def judge(self, statement: Statement) -> Heard:
-        """Classify a message, without acting on it."""
-        ours, theirs = (self.session, self.clock), (statement.session, statement.clock)
-        return Heard.NEW if theirs > ours else Heard.DUPLICATE if theirs == ours else Heard.STALE
-
-    def hear(self, statement: Statement) -> Heard:
+    def settle(self, message: Acknowledgement) -> Freshness:
         """Commit or add back what is pending; duplicate and stale messages change nothing."""
-        heard = self.judge(statement)
-        if heard is not Heard.NEW:
-            return heard
-        if statement.session != self.session:
-            self._start_over(statement)
-        elif self.pending is not None and statement.accepted == self.pending.round:
+        freshness = message.after(self.session, self.clock)
+        if freshness is not Freshness.NEW:
+            return freshness
+        if message.session != self.session:
+            self._start_over(message)
+        elif self.pending is not None and message.accepted == self.pending.round:
             self.committed, self.pending = self.pending.round, None
-        elif statement.accepted > self.committed:
+        elif message.accepted > self.committed:
             # The server accepted a later round than we remember: this state is an old copy. What it holds may
             # have been sent since, and sending it again would count it twice.
             log.warning(
                 "the server accepted round %d, this client remembers %d: its residual is out of date, dropped",
-                statement.accepted,
+                message.accepted,
                 self.committed,
             )
-            self._start_over(statement)
+            self._start_over(message)
         elif self.pending is not None:
             self._give_back(self.pending)
             self.pending = None
-        self.session, self.clock = statement.session, statement.clock
-        return heard
+        self.session, self.clock = message.session, message.clock
+        return freshness
 
     def produce(self, update: Tensor, round_: int) -> Tensor:
         """Compress this round's update; the payload is pending once `hold` is called with its reply."""
         if self.pending is not None:
-            raise ValueError(f"round {self.pending.round} is still pending: hear the next message first")
+            raise ValueError(f"round {self.pending.round} is still pending: settle the next message first")
         return self.sparsifier.compress(update, round_)
 
     def hold(self, round_: int, payload: Tensor, reply: bytes) -> None:
@@ -113,50 +114,49 @@ class Transaction:
     def _give_back(self, pending: Pending) -> None:
         """Add back exactly what was taken out of the memory, without decoding the payload."""
         try:
-            sent = pending.sent
-            if sent is None:
-                sent = self.sparsifier.codec.decode(pending.payload)
+            codec = self.sparsifier.codec
+            sent = codec.decode(pending.payload) if pending.sent is None else pending.sent
         except PayloadError as error:
             log.error("the payload of round %d cannot be decoded and is lost: %s", pending.round, error)
             return
         give_back(self.sparsifier.memory, sent)
 
-    def _start_over(self, statement: Statement) -> None:
+    def _start_over(self, message: Acknowledgement) -> None:
         self.sparsifier.memory.load_state_dict({})
-        self.pending, self.committed = None, statement.accepted
+        self.pending, self.committed = None, message.accepted
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next message depends on: tensors and plain values only."""
-        pending = self.pending
+        pending, kept = self.pending, None
+        if pending is not None:
+            sent = pending.sent
+            kept = {
+                "round": pending.round,
+                "payload": pending.payload,
+                "reply": byte_tensor(pending.reply),
+                "sent": None if sent is None else (sent.indices, sent.values, sent.size),
+            }
         return {
             "sparsifier": self.sparsifier.state_dict(),
             "session": self.session,
             "clock": self.clock,
             "committed": self.committed,
-            "pending": None
-            if pending is None
-            else {
-                "round": pending.round,
-                "payload": pending.payload,
-                "reply": torch.frombuffer(bytearray(pending.reply), dtype=torch.uint8)
-                if pending.reply
-                else torch.empty(0, dtype=torch.uint8),
-                "sent": None
-                if pending.sent is None
-                else (pending.sent.indices, pending.sent.values, pending.sent.size),
-            },
+            "pending": kept,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        pending = state["pending"]
         self.sparsifier.load_state_dict(state["sparsifier"])
         self.session, self.clock = state["session"], state["clock"]
-        self.committed = state["committed"]
-        sent = (pending or {}).get("sent")
+        self.committed, pending = state["committed"], state["pending"]
         self.pending = pending and Pending(
             pending["round"],
             pending["payload"],
             pending["reply"].numpy().tobytes(),
-            None if sent is None else SparseVector(*sent),
+            SparseVector(*pending["sent"]) if pending.get("sent") else None,
         )
+
+
+def byte_tensor(data: bytes) -> Tensor:
+    """Return bytes as a tensor of uint8."""
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))

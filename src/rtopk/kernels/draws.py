@@ -49,7 +49,7 @@ def set_bits(words: Any, k: int) -> Tensor:
     out = torch.empty(k, dtype=torch.int64)
     if ones_before(words, 64 * (words.size - 1)) != k:  # the word after the last is empty
         raise AssertionError(f"{ones_before(words, 64 * (words.size - 1))} bits are set where k={k}")
-    _set_bits(words, out.numpy())
+    write_set_bits(words, out.numpy())
     return out
 
 
@@ -108,7 +108,7 @@ def _draw_few(table: Array, out: Array, r: int, seed: int) -> None:
 
 
 @entry
-def _set_bits(words: Array, out: Array) -> None:
+def write_set_bits(words: Array, out: Array) -> None:
     """Write the positions of the set bits, ascending."""
     count = 0
     for w in range(words.size):

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rtopk.kernels.draws import write_set_bits
 from rtopk.kernels.jit import Array, entry
-from rtopk.kernels.simd import lowest, ones
+from rtopk.kernels.simd import ones
 
 _ONE = np.uint64(1)
 _WORD = np.int64(63)
@@ -27,7 +28,7 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
             raise ValueError(f"positions must lie in [0, {size}), got {array.min()} to {array.max()}")
     before = np.empty(len(words), dtype=np.int64)  # set bits in the words before
     joint = np.empty(count(words, before), dtype=np.int64)
-    spell(words, joint)
+    write_set_bits(words, joint)
     places = []
     for array in arrays:
         place = np.empty(len(array), dtype=np.int64)
@@ -55,18 +56,6 @@ def count(words: Array, before: Array) -> Any:
         before[w] = total
         total += np.int64(ones(words[w]))
     return total
-
-
-@entry
-def spell(words: Array, joint: Array) -> None:
-    """Write the positions of the set bits."""
-    at = 0
-    for w in range(len(words)):
-        word = words[w]
-        while word:
-            joint[at] = (np.int64(w) << 6) + np.int64(lowest(word))
-            at += 1
-            word &= word - _ONE
 
 
 @entry

@@ -1,11 +1,12 @@
-"""Local SGD on torch.distributed: every rank trains on its own for H steps, then the ranks meet.
+"""Local SGD on torch.distributed: every rank trains on its own for H steps, then the ranks synchronise.
 
-At a meeting each rank sends a payload of common - own weights, all average what they decoded in rank order,
-and the outer optimizer steps from the common weights (see `outer`). This is the federated setting for a
-cluster: the paper's with `sgd`, DiLoCo with `nesterov`, SparseLoCo with `sparseloco`.
+Each rank sends a payload of common - own weights, all average what they decoded in rank order, and the outer
+optimizer steps from the common weights (see `outer`). This is the federated setting for a cluster: the paper's
+with `sgd`, DiLoCo with `nesterov`, SparseLoCo with `sparseloco`. The federated experiments run on `CommonWeights`
+too, with all nodes in one process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +17,57 @@ from rtopk import defaults
 from rtopk.aggregate import Mean, average
 from rtopk.codec import Codec
 from rtopk.layout import DenseRule, Layout, one_dimensional
-from rtopk.local.outer import Outer, by_name
+from rtopk.local.outer import SGD, Outer, by_name
 from rtopk.memory import Memory
 from rtopk.schedule import Schedule
 from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
 from rtopk.state_file import digest_bits
-from rtopk.transport import AllGather
+from rtopk.transport import AllGather, InProcess, Transport
 
 
-class LocalSGD:
-    """Count local steps and let the ranks meet every `local_steps`; call `step()` after the optimizer's.
+class CommonWeights:
+    """The weights that all nodes share, and a model that leaves them and returns to them."""
+
+    def __init__(self, model: nn.Module, layout: Layout, outer: Outer = SGD()) -> None:  # noqa: B008 -- frozen
+        self.layout = layout
+        self.outer = outer
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.common = self.vector()
+        self._outer_state: dict[str, Tensor] = {}
+
+    def vector(self) -> Tensor:
+        """Return a copy of the model's own weights as one flat vector."""
+        return self.layout.flatten({n: p.detach() for n, p in self._parameters.items()})
+
+    def update(self) -> Tensor:
+        """Return how far the model has moved: common - own weights."""
+        return self.common - self.vector()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the common weights into the model."""
+        for name, values in self.layout.unflatten(self.common).items():
+            self._parameters[name].copy_(values)
+
+    def follow(self, mean: Tensor) -> None:
+        """Take the outer step along the mean update of all nodes, and put the new weights into the model."""
+        step, self._outer_state = self.outer.step(mean, self._outer_state)
+        self.common = self.common - step
+        self.restore()
+
+
+class UnevenGather(AllGather):
+    """One node per process; payloads differ in size, so sizes go first. They are decoded in host memory."""
+
+    def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
+        """Send the payload of this process, return those of all ranks in rank order."""
+        (payload,) = payloads
+        return [whole.cpu() for whole in self.exchange_uneven(payload)]
+
+
+class LocalSGD(CommonWeights):
+    """Count local steps and synchronise the ranks every `local_steps`; call `step()` after the optimizer's.
 
     All ranks must start from the same weights; that is checked. Without an initialised process group the
     world is one rank. The mean is over all ranks, and without a memory over those that sent an entry.
@@ -50,15 +91,14 @@ class LocalSGD:
         if local_steps < 1:
             raise ValueError(f"local_steps must be at least 1, got {local_steps}")
         pair = by_name(outer) if isinstance(outer, str) else None
+        super().__init__(model, Layout.of(model, dense), pair.outer if pair else outer)  # type: ignore[arg-type]
         self.model = model
         self.local_steps = local_steps
         distributed = dist.is_available() and dist.is_initialized()
         several = distributed and dist.get_world_size(group) > 1
-        self.transport = AllGather(group, next(model.parameters()).device) if several else None
-        self.rank = self.transport.rank if self.transport else 0
-        self.world = self.transport.nodes if self.transport else 1
-        self.layout = Layout.of(model, dense)
-        self.outer: Outer = pair.outer if pair else outer  # type: ignore[assignment]
+        gather = UnevenGather(group, next(model.parameters()).device) if several else None
+        self.transport: Transport = gather or InProcess(1)
+        self.world, self.rank = self.transport.nodes, self.transport.local[0]
         self.sparsifier = Sparsifier(
             selector or defaults.selector(self.world),
             density,
@@ -69,16 +109,14 @@ class LocalSGD:
             layout=self.layout,
         )
         self.mean: Mean = mean or defaults.mean(self.sparsifier.memory)
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.common = self._vector()
         self.steps = 0
         self.round = 0
         self.sent = 0  # bytes of payload
-        self._outer_state: dict[str, Tensor] = {}
-        self._check_common()
+        if gather is not None:
+            self._check_common(gather)
 
     def step(self) -> bool:
-        """Count a local step; meet if it is time, and say whether it was."""
+        """Count a local step; synchronise if it is time, and say whether it was."""
         self.steps += 1
         if self.steps % self.local_steps:
             return False
@@ -86,28 +124,16 @@ class LocalSGD:
         return True
 
     def meet(self) -> None:
-        """Exchange what every rank moved since the last meeting, and step from there together."""
-        payload = self.sparsifier.compress(self.common - self._vector(), self.round)
-        everyone = self._exchange(payload)
-        codec = self.sparsifier.codec
-        mean = average([codec.decode(p, size=self.layout.size) for p in everyone], self.mean)
-        step, self._outer_state = self.outer.step(mean, self._outer_state)
-        self.common = self.common - step
-        self._set(self.common)
+        """Exchange what every rank moved since the last time, and step from there together."""
+        payload = self.sparsifier.compress(self.update(), self.round)
+        everyone, codec = self.transport.exchange([payload]), self.sparsifier.codec
+        self.follow(average([codec.decode(p, size=self.layout.size) for p in everyone], self.mean))
         self.sent += payload.numel()
         self.round += 1
 
-    def _exchange(self, payload: Tensor) -> list[Tensor]:
-        """Return the payloads of all ranks; they differ in size, so sizes go first."""
-        if self.transport is None:
-            return [payload]
-        return [whole.cpu() for whole in self.transport.exchange_uneven(payload)]
-
-    def _check_common(self) -> None:
-        if self.transport is None:
-            return
-        name = digest_bits(self.common)
-        names = self.transport.exchange([torch.frombuffer(bytearray(name), dtype=torch.uint8)])
+    def _check_common(self, gather: AllGather) -> None:
+        name = torch.frombuffer(bytearray(digest_bits(self.common)), dtype=torch.uint8)
+        names = gather.start(name).wait()
         different = sum(not torch.equal(other, names[0]) for other in names)
         if different:
             raise ValueError(
@@ -115,16 +141,8 @@ class LocalSGD:
                 "broadcast the model first"
             )
 
-    def _vector(self) -> Tensor:
-        return self.layout.flatten({n: p.detach() for n, p in self._parameters.items()})
-
-    @torch.no_grad()
-    def _set(self, vector: Tensor) -> None:
-        for name, values in self.layout.unflatten(vector).items():
-            self._parameters[name].copy_(values)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state between two meetings: tensors and plain values only."""
+        """Return this rank's state between two exchanges: tensors and plain values only."""
         return {
             "sparsifier": self.sparsifier.state_dict(),
             "common": self.common.clone(),

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from rtopk.kernels.jit import Array, Num, entry, int64, loop, uint8, uint64
 from rtopk.kernels.threads import together
 from rtopk.wire.bits import address, load_word
-from rtopk.wire.golomb import best_code, plan, remainders
-from rtopk.wire.pack import pack
+from rtopk.wire.golomb import best_code, pack, plan, remainders
 from rtopk.wire.streams import unpack, unpack_four
 
 SHIFTS = (5, 7)  # blocks of 32 or 128 gaps, whichever is shorter

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rtopk.kernels.jit import Array, Num, entry, int32, int64, uint8, uint16, uint32
 from rtopk.kernels.threads import INLINE
-from rtopk.wire.fit import BLOCK as LEVELS_BLOCK
+from rtopk.wire.levels import BLOCK as LEVELS_BLOCK
 from rtopk.wire.levels import read_levels, section_size, write_levels
 
 Bytes = NDArray[np.uint8]

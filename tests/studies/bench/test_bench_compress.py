@@ -6,9 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rtopk.studies.bench import compress
+from rtopk.studies.bench import compress, real, synthetic
 from rtopk.studies.bench.compress import METHODS, CompressPlan, CompressRow, bars
-from rtopk.studies.bench.workloads import real, synthetic
 from rtopk.tools.cli import app
 
 

@@ -14,12 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rtopk.seed import generator
-from rtopk.studies.bench import hosts, link_methods
+from rtopk.studies.bench import StandIn, hosts, link_methods
 from rtopk.studies.bench.link import METHODS, Cell, LinkPlan, measure
 from rtopk.studies.bench.link_report import cells as sorted_cells
 from rtopk.studies.bench.link_report import draw_measured, due_bytes, markdown
 from rtopk.studies.bench.ranks import RankFailedError, Ranks
-from rtopk.studies.bench.workloads import StandIn
 
 SIZE = 256 * 512 + 512 + 512 * 128 + 128 + 128 * 10 + 10  # of the model "small"
 FEW = (
@@ -190,3 +189,19 @@ def test_on_shaped_links_dense_takes_what_the_link_takes():
 
 def _namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.skipif(LOOPBACK, reason=f"sites need hosts, and: {hosts.unavailable_reason()}")
+def test_sites_of_a_sharded_model_exchange_only_what_crosses_the_link():
+    """Two sites of two ranks: native HSDP sends the gradient between them once, ours a hundredth."""
+    few = (("hsdp", None, None), ("rtopk", 0.01, "fp16"))
+    plan = LinkPlan(("small",), (None,), (2,), rounds=1, steps=3, compute_ms=3.0, methods=few, engine="fsdp")
+    ((native, ours),) = measure(plan)
+    assert (native.method, ours.method, ours.per_host) == ("hsdp", "rtopk", 2)
+    assert native.payload_bytes == pytest.approx(4 * SIZE / 2, abs=16)  # a rank's shard
+    assert ours.payload_bytes < native.payload_bytes / 40
+    for row in (native, ours):
+        assert (
+            due_bytes(row) < row.wire_bytes < 1.15 * due_bytes(row) + 20_000
+        )  # headers, acknowledgements, status
+    assert "2 sites of 2 ranks" in markdown([native, ours])

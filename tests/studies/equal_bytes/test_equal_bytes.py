@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rtopk.studies.equal_bytes import PANELS, Budget, Entrant
 from rtopk.studies.equal_bytes.fit import CLOSE, Runs, entrant_runs, run_together
-from rtopk.studies.equal_bytes.panels import PANELS, Budget, Entrant
 from rtopk.studies.equal_bytes.rivals_page import marks
-from rtopk.studies.paper.definitions import TUNING_SEED
+from rtopk.studies.paper import TUNING_SEED
 from rtopk.tools.cli import app
 from rtopk.tools.show.intervals import welch
 
@@ -50,7 +50,7 @@ def test_an_entrant_is_fitted_tuned_and_run(method, best):
         [entrant_runs(PANEL, Budget(matrix_rank=1), Entrant(method, "received"), 3)], world
     )
     assert result.target == 3488.0
-    assert result.bytes == pytest.approx(3488.0, rel=CLOSE)
+    assert result.sent_bytes_per_round == pytest.approx(3488.0, rel=CLOSE)
     assert result.rate == PANEL.rates[best]
     # Both neighbours of the best were tried, unless it is at the end of the grid.
     tried = {run["config"]["learning_rate"] for (run,) in result.tried}

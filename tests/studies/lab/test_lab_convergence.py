@@ -7,7 +7,7 @@ import torch
 
 from rtopk import RandomK, RTopK
 from rtopk.seed import generator
-from rtopk.studies.lab import bounds
+from rtopk.studies import lab as bounds
 from rtopk.studies.lab.convergence import Problem, compare, run
 from rtopk.studies.lab.risk import fit
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from rtopk.seed import generator
-from rtopk.studies.lab.gradients import Candidate, Inspector, describe, overlap
-from rtopk.studies.lab.inspect_run import full_gradient, inspect
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
+from rtopk.studies.lab.gradients import Candidate, Inspector, describe, full_gradient, inspect, overlap
 from rtopk.studies.train.loop import Run
 
 

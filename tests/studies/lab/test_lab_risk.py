@@ -12,11 +12,17 @@ from scipy import stats
 
 from rtopk import rtop_k
 from rtopk.seed import generator
-from rtopk.studies.lab import bounds
+from rtopk.studies import lab as bounds
 from rtopk.studies.lab.bernoulli import FAMILIES, densify, flat, numpy_rng, perturb, quantise, sample
 from rtopk.studies.lab.encoder import Encoder
-from rtopk.studies.lab.experiments import bits_used, regime_slopes, study_bounds
-from rtopk.studies.lab.gaussian import GaussianSetting, bits_needed, gaussian_risk
+from rtopk.studies.lab.experiments import (
+    GaussianSetting,
+    bits_needed,
+    bits_used,
+    gaussian_risk,
+    regime_slopes,
+    study_bounds,
+)
 from rtopk.studies.lab.risk import (
     Setting,
     estimate,

@@ -15,12 +15,12 @@ import torch
 from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_text
 from typer.testing import CliRunner
 
+from rtopk.studies.config import Config
+from rtopk.studies.paper import TABLES, check_scale, table
 from rtopk.studies.paper.ablations import STUDIES
-from rtopk.studies.paper.definitions import TABLES, check_scale, table
 from rtopk.studies.paper.reproduce import results_file, run_table, tuning
 from rtopk.studies.paper.results import BEGIN, END, comparisons, insert, render_all, row_results
-from rtopk.studies.tasks.catalogue import TASKS
-from rtopk.studies.train.config import Config
+from rtopk.studies.tasks import TASKS
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.records import append, read
 from rtopk.studies.train.runner import key_of, run_all
@@ -49,7 +49,7 @@ def quietly(what, configs, names):
 
 @pytest.fixture
 def data(tiny, monkeypatch):
-    from rtopk.studies.tasks import catalogue as tasks
+    from rtopk.studies import tasks
 
     cached = (tasks.cifar10, tasks.tiny_imagenet, tasks._ptb, tasks._shakespeare)
     monkeypatch.setenv("RTOPK_DATA", str(tiny))
@@ -175,6 +175,7 @@ def test_a_rate_that_diverged_is_not_chosen_whatever_it_had_reached():
     assert tuning(TABLES[2], "small", row, records).rate == 0.015
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["cifar10", "imagenet", "ptb", "shakespeare"])
 def test_rivals_run_on_the_tables_tasks(task, data, tmp_path):
     command = ["rivals", "--task", task, "--smoke", "--seeds", "1", "--jobs", "1", "--json"]
@@ -213,6 +214,7 @@ def test_records_of_older_versions_count(tmp_path):
     assert not (tmp_path / "work2").exists()
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_goes_on(tiny, tmp_path):
     """SIGKILL in the middle: the next call runs what is missing, keeps what is there, and prints the table."""
     command = [

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from tiny_data import make_cifar, make_folder, make_ptb, write_sums
 
-from rtopk.studies.bench import workloads
-from rtopk.studies.tasks import datasets, inventory
-from rtopk.studies.tasks.data import DataError, data_dir, find
+from rtopk.studies import bench, tasks
+from rtopk.studies.tasks import datasets
+from rtopk.studies.tasks.datasets import DataError, data_dir, find
 from rtopk.studies.tasks.images import Files, centre_crop, image_folder, random_resized_crop
 
 
@@ -194,7 +194,7 @@ def test_data_check_says_what_is_found(tmp_path):
     assert result.returncode == 0, result.stderr
     sets = {entry["name"]: entry for entry in json.loads(result.stdout)["sets"]}
     assert {name: entry["state"] for name, entry in sets.items()} == {
-        entry[0]: "ok" if entry[0] in ("CIFAR-10", "Penn Treebank") else "missing" for entry in inventory.SETS
+        entry[0]: "ok" if entry[0] in ("CIFAR-10", "Penn Treebank") else "missing" for entry in tasks.SETS
     }
     assert "20 training and 4 test images" in sets["CIFAR-10"]["detail"]
     assert "held to its own MD5SUMS" in sets["CIFAR-10"]["detail"]  # not the original, and it says so
@@ -224,7 +224,7 @@ def test_sums_must_name_every_file(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif("RTOPK_DATA" not in os.environ, reason="needs the real data: RTOPK_DATA=folder")
 def test_the_real_data():
-    assert [entry.state for entry in inventory.take() if entry.name != "ImageNet"] == ["ok"] * 5
+    assert [entry.state for entry in tasks.inventory() if entry.name != "ImageNet"] == ["ok"] * 5
     train, test = datasets.cifar10()
     binary = b"".join(
         bytes([int(label)]) + image.numpy().tobytes() for image, label in zip(*test, strict=True)
@@ -244,8 +244,8 @@ def test_a_benchmark_reads_its_images_with_the_same_care(tmp_path):
     bomb = {b"data": Bomb(str(tmp_path / "bang")), b"labels": [1]}
     (folder / "data_batch_1").write_bytes(pickle.dumps(bomb, protocol=2))
     with pytest.raises(DataError, match="only arrays, lists and strings"):
-        workloads.real(1000, 1, tmp_path)
+        bench.real(1000, 1, tmp_path)
     assert not (tmp_path / "bang").exists()
     (tmp_path / "honest").mkdir()
     make_cifar(tmp_path / "honest", per_batch=4)
-    assert workloads.real(1000, 1, tmp_path / "honest").source.endswith("CIFAR-10")
+    assert bench.real(1000, 1, tmp_path / "honest").source.endswith("CIFAR-10")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rtopk.studies.tasks.shards import split
+from rtopk.studies.tasks.objectives import split
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "class"])

@@ -8,15 +8,12 @@ from tiny_data import make_cifar, make_folder, make_ptb, make_shakespeare, make_
 from torch import nn
 
 from rtopk.seed import generator
-from rtopk.studies.tasks import catalogue as tasks
-from rtopk.studies.tasks import images
-from rtopk.studies.tasks.catalogue import load
-from rtopk.studies.tasks.data import DataError
-from rtopk.studies.tasks.datasets import Corpus
+from rtopk.studies import tasks
+from rtopk.studies.config import Config
+from rtopk.studies.tasks import images, load
+from rtopk.studies.tasks.datasets import Corpus, DataError
 from rtopk.studies.tasks.models import Gpt, LanguageModel, ResNet, parameter_count, small_convnet
-from rtopk.studies.tasks.objectives import Carrying, Prediction
-from rtopk.studies.tasks.shards import Streams
-from rtopk.studies.train.config import Config
+from rtopk.studies.tasks.objectives import Carrying, Prediction, Streams
 from rtopk.studies.train.execute import Interrupted, execute
 from rtopk.studies.train.loop import Run, seeded
 

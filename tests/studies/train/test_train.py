@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from rtopk.seed import generator
-from rtopk.studies.tasks.catalogue import digits
-from rtopk.studies.tasks.objectives import Classification
-from rtopk.studies.tasks.shards import Examples
-from rtopk.studies.train.config import ADDED, Config, methods
+from rtopk.studies.config import ADDED, Config, methods
+from rtopk.studies.tasks import digits
+from rtopk.studies.tasks.objectives import Classification, Examples
 from rtopk.studies.train.execute import Interrupted, execute
 from rtopk.studies.train.loop import Run, seeded
 from rtopk.studies.train.records import append, digest, read

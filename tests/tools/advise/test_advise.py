@@ -46,7 +46,7 @@ def test_our_payload_is_the_codecs_own():
     import torch
 
     from rtopk.codec import Codec
-    from rtopk.ddp.control import SIZE
+    from rtopk.replicas.control import SIZE
     from rtopk.sparse import SparseVector
 
     found = by_name(FREE, Workload(SHAPES, 0.0), Link(4, mbit=100.0))["rtopk 1 % fp16"]
@@ -205,7 +205,16 @@ def test_the_command_prints_one_json_object():
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
     assert said["recommended"]["method"] == "rtopk"
+    density, values = said["recommended"]["density"], said["recommended"]["values"]
+    assert said["recommended"]["line"] == f'rtopk.ddp.register(model, density={density:g}, values="{values}")'
     assert {m["method"] for m in said["methods"]} == {method for method, _, _ in METHODS}
+
+
+def test_the_command_ends_with_the_line_to_paste():
+    slow = run("--model", "11.2M", "--nodes", "4", "--mbit", "100", "--step-ms", "500")
+    assert "rtopk.ddp.register(model, density=" in slow.stdout.splitlines()[-1]
+    fast = run("--model", "11.2M", "--nodes", "4", "--mbit", "100000", "--step-ms", "500")
+    assert fast.stdout.rstrip().endswith("use dense")
 
 
 def test_the_command_says_what_is_missing():

@@ -66,6 +66,7 @@ def test_train_writes_a_record_and_repeats(tmp_path):
     assert "bytes sent per node and round" in text.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(tmp_path):
     # Enough rounds that the signal meets the run; stopped and resumed, it need not be waited for.
     options = ["train", "--rounds", "500", "--nodes", "1", "--batch", "8", "--out", str(tmp_path / "run")]

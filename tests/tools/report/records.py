@@ -2,7 +2,7 @@
 
 import math
 
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
 
 
 def made_up(method="rtop-k", density=0.01, seed=0, score=90.0, *, points=5, setting="distributed", **more):

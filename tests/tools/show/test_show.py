@@ -7,10 +7,10 @@ import pytest
 
 import rtopk
 from rtopk.studies.bench.link_report import COLOURS
+from rtopk.studies.config import methods
 from rtopk.studies.lab.pictures import STYLE
-from rtopk.studies.train.config import methods
 from rtopk.tools.show import palette
-from rtopk.tools.show.tables import markdown
+from rtopk.tools.show.terminal import markdown
 
 SOURCE = Path(rtopk.__file__).parent
 ORDER = ("tools.show", "studies", "tools.advise", "tools.report", "tools.cli")

@@ -1,9 +1,15 @@
-"""Bits and time of the codec, beside the entropy bound, other ways to send the same entries, and one add_.
+"""Bits and time of the codec, and of the server's aggregation, beside their floors.
 
-Bits are of whole payloads, per entry. `index_bits` is what is left when the section of the values is taken away:
-positions and header (for general compressors: everything beyond 32 bits of value). Times are the best of runs that
-take turns: add_ over d, then every way to encode and decode, and again. The first way after add_ finds nothing in
-the caches, not even the interpreter; each run begins with another one.
+Codec: beside the entropy bound, other ways to send the same entries, and one add_. Bits are of whole payloads,
+per entry. `index_bits` is what is left when the section of the values is taken away: positions and header (for
+general compressors: everything beyond 32 bits of value). Times are the best of runs that take turns: add_ over d,
+then every way to encode and decode, and again. The first way after add_ finds nothing in the caches, not even the
+interpreter; each run begins with another one.
+
+Aggregation: many clients' payloads -> their mean. The floor is adding the decoded entries, in the same order,
+into one vector by the fastest loop we have: what is left if checking, decoding and judging cost nothing. Both
+take turns; times are the best. Memory is the growth of the process's peak over what the payloads take, measured
+by the kernel.
 """
 
 import contextlib
@@ -21,10 +27,12 @@ import torch
 from numpy.typing import NDArray
 
 from rtopk.codec import Codec
+from rtopk.flower.intake import Intake, Offer
+from rtopk.kernels import subtract_
 from rtopk.seed import generator
 from rtopk.select import draw, rtop_k
 from rtopk.sparse import SparseVector
-from rtopk.studies.bench.workloads import real
+from rtopk.studies.bench import real
 from rtopk.wire.values import BY_NAME, FORMS
 
 RESNET = 11_173_962
@@ -174,17 +182,94 @@ def as_json(measured: Measured) -> dict[str, Any]:
 def show(measured: Measured) -> None:
     """Print a table; time is also given in percent of one add_ over d."""
     from rich.console import Console
-    from rich.table import Table
 
+    from rtopk.tools.show.terminal import table
+
+    heads = ("d", "density", "method", "values", "index", "bound", "total", "ms", "of add_")
     for data in ("uniform", "real"):
-        table = Table(title=f"{data} positions", title_justify="left")
-        for name in ("d", "density", "method", "values", "index", "bound", "total", "ms", "of add_"):
-            table.add_column(name, justify="left" if name in ("method", "values") else "right")
+        rows = []
         for row in (row for row in measured.rows if row.data == data):
             spent = row.encode_ms + row.decode_ms
             bits = (f"{x:.2f}" for x in (row.index_bits, row.bound_bits, row.total_bits))
-            share = f"{spent / measured.add_ms[row.d]:.1%}"
-            size = f"{row.d / 1e6:.1f} M"
-            table.add_row(size, f"{row.density:.2%}", row.method, row.values, *bits, f"{spent:.2f}", share)
-        Console(width=90).print(table)
+            size, share = f"{row.d / 1e6:.1f} M", f"{spent / measured.add_ms[row.d]:.1%}"
+            rows.append([size, f"{row.density:.2%}", row.method, row.values, *bits, f"{spent:.2f}", share])
+        Console(width=90).print(table(f"{data} positions", heads, rows, left=0))
     print("Bits per entry of whole payloads; ms: encode + decode.")
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """One aggregation."""
+
+    clients: int
+    d: int
+    density: float
+    payload_bytes: int  # of all clients
+    floor_ms: float  # adding the decoded entries
+    torch_ms: float  # the same with torch's index_add_
+    decode_ms: float
+    average_ms: float  # all that the server does: check, decode, judge, add
+    first_ms: float  # the same in the first round, where norms have nothing to compare with
+    over_floor: float
+    dense_bytes: int
+    peak_bytes: int  # above the payloads
+    over_dense: float  # the same in dense vectors
+
+
+def measure_aggregation(
+    clients: int = 100, d: int = RESNET, density: float = 0.01, runs: int = 7
+) -> Aggregation:
+    """Aggregate random payloads; every client's positions are drawn uniformly, so nothing is in cache."""
+    codec = Codec(fingerprint=1)
+    k = round(density * d)
+    offers = []
+    for number in range(clients):
+        rng = generator(0, "aggregate", number)
+        vector = SparseVector(draw(d, k, rng), torch.randn(k, generator=rng), d)
+        data = codec.encode(vector).numpy().tobytes()
+        offers.append(Offer(str(number), number, b"", data, 1.0 + number % 3))
+    model = torch.randn(d, generator=generator(0, "aggregate"))
+    peak = _peak(lambda: _intake(d, density, known=clients).average(offers, model))
+    vectors = [_intake(d, density, known=clients).decode(offer) for offer in offers]
+    ways: dict[str, Callable[[], object]] = {
+        "floor": lambda: _add(vectors, d, lambda t, v: subtract_(t, v.indices, v.values)),
+        "torch": lambda: _add(vectors, d, lambda t, v: t.index_add_(0, v.indices, v.values)),
+        "average": lambda: _intake(d, density, known=clients).average(offers, model),
+        "decode": lambda: [_intake(d, density, known=clients).decode(offer) for offer in offers],
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(runs):
+        for name, way in ways.items():
+            times[name].append(_milliseconds(way))
+    times["first"] = [_milliseconds(lambda: _intake(d, density, known=0).average(offers, model))]
+    best = {name: min(found) for name, found in times.items()}
+    return Aggregation(
+        clients, d, density, sum(len(o.payload) for o in offers), best["floor"], best["torch"], best["decode"],
+        best["average"], best["first"], best["average"] / best["floor"], 4 * d, peak, peak / (4 * d),
+    )  # fmt: skip
+
+
+def _intake(d: int, density: float, known: int) -> Intake:
+    intake = Intake(d, 1, max_density=density, max_norm=1e6)
+    intake.bound.note([300.0] * known)
+    return intake
+
+
+def _add(vectors: list[SparseVector], d: int, add: Callable[[torch.Tensor, SparseVector], object]) -> None:
+    total = torch.zeros(d)
+    for vector in vectors:
+        add(total, vector)
+
+
+def _peak(action: Any) -> int:
+    """Return by how much the resident memory grew at most; once before, so that code is compiled and loaded."""
+    action()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = _status("VmRSS")
+    action()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return 1024 * int(line.split()[1])

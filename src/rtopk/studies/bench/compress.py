@@ -24,8 +24,8 @@ from rtopk.memory import ErrorFeedback
 from rtopk.seed import generator
 from rtopk.select import RTopK, draw
 from rtopk.sparse import SparseVector
-from rtopk.sparsifier import Sparsifier
-from rtopk.studies.bench.workloads import Gradients, real, synthetic
+from rtopk.sparsifier import Sparsifier, entries_sent
+from rtopk.studies.bench import Gradients, real, synthetic
 
 SIZES = (1_000_000, 11_200_000, 66_000_000)
 DENSITIES = (0.01, 0.001)
@@ -182,7 +182,7 @@ def compare(
 ) -> list[CompressRow]:
     """Run all methods interleaved on one kind of data."""
     d = gradients.size
-    k = max(1, round(density * d))
+    k = entries_sent(d, density)
     methods = {name: make(d, k) for name, make in METHODS.items()}
     flush = torch.zeros(32_000_000)  # 128 MB
     seconds: dict[str, list[float]] = {name: [] for name in methods}

@@ -10,20 +10,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from rtopk.kernels import reaches
 from rtopk.seed import generator
 from rtopk.select import draw_largest
 from rtopk.sparsifier import Sparsifier
+from rtopk.studies.bench import Gradients, real, synthetic
 from rtopk.studies.bench.compress import DENSITIES, FACTOR, WARM, Bar, CompressRow, Floor, Fused, bars
-from rtopk.studies.bench.workloads import Gradients, real, synthetic
-from rtopk.studies.tasks.catalogue import wide_digits
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
+from rtopk.studies.tasks import wide_digits
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.records import processor
-from rtopk.tools.show import tables
+from rtopk.tools.show.terminal import console, table
+from rtopk.tools.show.terminal import markdown as markdown_table
 
 Measured = list[tuple[str, list[CompressRow]]]  # what the gradients are, and their rows
 HEAD = ("gradients", "d", "density", "threads", "floor ms", "rtopk ms", "rtopk", "dgc", "topk")
@@ -128,22 +127,17 @@ def measure_extras(quick: bool) -> Extras:
 
 def show(measured: Measured, extras: Extras) -> None:
     """Print everything on the terminal."""
-    console = Console()
-    table = Table(*HEAD, title=f"compress on {machine()}", caption=NOTE)
-    for line in lines(measured):
-        table.add_row(*line)
-    console.print(table)
-    verdict = Table("bar", "limit", "measured", "met")
-    for bar in all_bars(measured, extras):
-        verdict.add_row(bar.text, f"{bar.limit:g}", f"{bar.measured:.2f}", "yes" if bar.met else "NO")
-    console.print(verdict)
-    for text in remarks(extras):
-        console.print(text)
+    console.print(table(f"compress on {machine()}", HEAD, lines(measured), left=len(HEAD)), NOTE)
+    verdict = [
+        [bar.text, f"{bar.limit:g}", f"{bar.measured:.2f}", "yes" if bar.met else "NO"]
+        for bar in all_bars(measured, extras)
+    ]
+    console.print(table("", ["bar", "limit", "measured", "met"], verdict, left=4), *remarks(extras), sep="\n")
 
 
 def markdown(measured: Measured, extras: Extras) -> str:
     """Return everything as Markdown."""
-    text = [f"Machine: {machine()}.", "", *tables.markdown(HEAD, lines(measured), right=False)]
+    text = [f"Machine: {machine()}.", "", *markdown_table(HEAD, lines(measured), right=False)]
     text += ["", f"({NOTE}.)", "", *(f"- {remark}" for remark in remarks(extras)), ""]
     checked = all_bars(measured, extras)
     missed = [bar for bar in checked if not bar.met]

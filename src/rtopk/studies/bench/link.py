@@ -1,7 +1,7 @@
 """Does it pay? The step time and bytes of every method on shaped links between hosts on this machine.
 
 Ranks are real processes under DDP on Gloo; computation is replaced by waiting for as long as a real step of
-this model takes on one core (see `workloads.py`), because several ranks on few cores would hide the link.
+this model takes on one core (see `StandIn`), because several ranks on few cores would hide the link.
 Methods are visited in turn, several times, so that other load on the machine meets all of them alike.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from rtopk.studies.bench.hosts import Hosts
 from rtopk.studies.bench.ranks import Ranks
-from rtopk.tools.show.labels import rate, with_density
+from rtopk.tools.show.palette import rate, with_density
 
 METHODS: tuple[tuple[str, float | None, str | None], ...] = (
     ("dense", None, None),
@@ -27,6 +27,11 @@ METHODS: tuple[tuple[str, float | None, str | None], ...] = (
     ("rtopk", 0.001, "fp16"),
     ("rtopk", 0.001, "4bit"),
 )
+SHARDED: tuple[tuple[str, float | None, str | None], ...] = (
+    ("hsdp", None, None),
+    *(key for key in METHODS if key[0] == "rtopk"),
+)
+ENGINES = {"ddp": METHODS, "fsdp": SHARDED}
 OFF = ("off", None, None)
 WARM = 2  # steps until residuals, thresholds and connections are in their usual state
 SLOW = 10.0  # seconds; steps longer than this are taken once, they need no median
@@ -44,6 +49,12 @@ class LinkPlan:
     compute_ms: float | None = None  # None: measured
     loopback: bool = False  # no hosts, no shaping
     methods: tuple[tuple[str, float | None, str | None], ...] = METHODS
+    engine: str = "ddp"  # or "fsdp": nodes are then sites of two ranks each
+
+    @property
+    def per_host(self) -> int:
+        """Ranks on each host."""
+        return 2 if self.engine == "fsdp" else 1
 
 
 QUICK = LinkPlan(models=("resnet18",), mbits=(100.0,), rounds=2, steps=2)
@@ -73,6 +84,9 @@ class LinkRow:
     wire_bytes: float  # received at the interface, headers and acknowledgements too
     payload_bytes: int  # that the rank put in
     cpu_ms: float = 0.0  # that one rank's threads worked in a step, in the kernel too
+    per_host: int = (
+        1  # ranks on each of the nodes, which share its link; the bytes at the interface are theirs
+    )
 
     @property
     def label(self) -> str:
@@ -80,9 +94,9 @@ class LinkRow:
         return with_density(self.method, self.density, self.values)
 
     @property
-    def key(self) -> tuple[str, float | None, int, str, float | None, str | None]:
+    def key(self) -> tuple[str, float | None, int, int, str, float | None, str | None]:
         """What tells rows apart."""
-        return self.model, self.mbit, self.nodes, self.method, self.density, self.values
+        return self.model, self.mbit, self.nodes, self.per_host, self.method, self.density, self.values
 
 
 def measure(
@@ -94,7 +108,7 @@ def measure(
         plan = replace(plan, mbits=(None,))
 
     def missing(model: str, mbit: float | None, nodes: int) -> LinkPlan:
-        left = tuple(key for key in plan.methods if (model, mbit, nodes, *key) not in have)
+        left = tuple(key for key in plan.methods if (model, mbit, nodes, plan.per_host, *key) not in have)
         return replace(plan, methods=left)
 
     for nodes in plan.nodes:
@@ -104,13 +118,14 @@ def measure(
         if not todo:
             continue
         with ExitStack() as stack:
-            tell(f"starting {nodes} ranks")
+            count = nodes * plan.per_host
+            tell(f"starting {count} ranks")
             hosts = None if plan.loopback else stack.enter_context(Hosts(nodes))
-            ranks = stack.enter_context(Ranks(nodes, hosts))
+            ranks = stack.enter_context(Ranks(count, hosts, plan.engine, plan.per_host))
             for model in todo:
                 if hosts is not None:
                     hosts.shape(None)
-                tell(f"loading {model} on {nodes} ranks")
+                tell(f"loading {model} on {count} ranks")
                 size = ranks.order("load", model=model)[0]["size"]
                 compute = plan.compute_ms or ranks.order_first("compute")["compute_ms"]
                 for mbit in plan.mbits:
@@ -137,9 +152,13 @@ class Cell:
         if self.mbit is None:
             return 0.0
         share = 2 / self.nodes
-        received = {"dense": 4 * share, "fp16": 2 * share, "topk-allgather": 12 * (density or 0.0)}.get(
-            method, 0.0
-        )
+        bytes_each = {
+            "dense": 4 * share,
+            "hsdp": 4 * share,
+            "fp16": 2 * share,
+            "topk-allgather": 12 * (density or 0.0),
+        }
+        received = bytes_each.get(method, 0.0)
         return (self.nodes - 1) * received * self.size * 8 / (self.mbit * 1e6)
 
 
@@ -159,7 +178,7 @@ def measure_cell(plan: LinkPlan, ranks: Ranks, cell: Cell, tell: Callable[[str],
                 f"({number} of {plan.rounds * (len(plan.methods) + 1)})"
             )
             visit = {"method": method, "density": density, "values": values, "compute_ms": cell.compute_ms}
-            warm = 0 if slow else 1 if method in ("off", "dense", "fp16") else WARM
+            warm = 0 if slow else 1 if method in ("off", "dense", "fp16", "hsdp") else WARM
             keep = cell.size < 20_000_000 and turn + 1 < plan.rounds  # residuals of large models fill memory
             answers = ranks.order("visit", **visit, steps=1 if slow else plan.steps, warm=warm, keep=keep)
             visits.setdefault(key, []).append(answers)
@@ -197,14 +216,14 @@ def _row(
     )
     method, density, values = key
     if plan.loopback:
-        wire /= cell.nodes  # lo counts the traffic of all ranks, and of others
+        wire /= cell.nodes * plan.per_host  # lo counts the traffic of all ranks, and of others
     return LinkRow(
         cell.model, cell.size, cell.mbit, cell.nodes, method, density, values,
         step_ms=step_ms, step_low_ms=low, step_high_ms=high, off_ms=off_ms, compute_ms=cell.compute_ms,
         select_ms=part["select"], codec_ms=codec_ms, encode_ms=part["encode"], average_ms=part["average"],
         exchange_ms=1e3 * statistics.median(told) if told else left, wire_bytes=wire,
         payload_bytes=round(statistics.mean(step["payload"] for step in steps)),
-        cpu_ms=1e3 * statistics.median(step["cpu"] for step in steps),
+        cpu_ms=1e3 * statistics.median(step["cpu"] for step in steps), per_host=plan.per_host,
     )  # fmt: skip
 
 

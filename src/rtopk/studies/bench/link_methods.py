@@ -6,7 +6,7 @@ in GRACE and DGC (`torch.topk`, fp32 values, int64 indices, with error feedback)
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import rtopk.ddp
+import rtopk.replicas.state
 from rtopk.codec import Codec
 from rtopk.layout import Layout
 from rtopk.select import RTopK as Select
-from rtopk.sparsifier import Sparsifier
+from rtopk.sparsifier import Sparsifier, entries_sent
 
 Future = torch.futures.Future[torch.Tensor]
 Bucket = Any  # torch.distributed.GradBucket, which has no types
@@ -35,14 +36,18 @@ class Parts:
     payload: int = 0
 
 
-class Method(Protocol):
-    """One way to average gradients."""
-
-    def hook(self, bucket: Bucket) -> Future:
-        """Average a bucket over the ranks."""
+class Measured(Protocol):
+    """Something that can say what a step cost."""
 
     def finish(self) -> Parts:
         """Say what the step cost; not part of its time."""
+
+
+class Method(Measured, Protocol):
+    """One way to average gradients under DDP."""
+
+    def hook(self, bucket: Bucket) -> Future:
+        """Average a bucket over the ranks."""
 
 
 class Off:
@@ -118,7 +123,7 @@ class TopKAllGather:
         buffer = bucket.buffer()
         total = self._residuals.get(bucket.index())
         total = buffer.clone() if total is None else total.add_(buffer)
-        indices = torch.topk(total.abs(), max(1, round(self._density * total.numel()))).indices
+        indices = torch.topk(total.abs(), entries_sent(total.numel(), self._density)).indices
         values = total[indices]
         total[indices] = 0.0
         self._residuals[bucket.index()] = total
@@ -146,10 +151,10 @@ class TopKAllGather:
 
 
 class RTopK:
-    """Ours, as `rtopk.ddp.register` makes it."""
+    """Ours, as `register` makes it."""
 
-    def __init__(self, model: DistributedDataParallel, density: float, values: str) -> None:
-        self._state = rtopk.ddp.register(model, density=density, values=values, attach=False)
+    def __init__(self, state: rtopk.replicas.state.State) -> None:
+        self._state = state
         self._encode = 0.0
         for group in self._state.groups:
             self._time_encoding(group.sparsifier.codec)
@@ -168,7 +173,7 @@ class RTopK:
 
     def hook(self, bucket: Bucket) -> Future:
         """Run our hook."""
-        return rtopk.ddp.hook(self._state, bucket)
+        return rtopk.ddp.hook(cast(rtopk.ddp.State, self._state), bucket)
 
     def finish(self) -> Parts:
         """Say what was sent, and when."""
@@ -206,5 +211,5 @@ def make(name: str, model: DistributedDataParallel, density: float | None, value
     if name == "topk-allgather":
         return TopKAllGather(density)
     if name == "rtopk" and values is not None:
-        return RTopK(model, density, values)
+        return RTopK(rtopk.ddp.register(model, density=density, values=values, attach=False))
     raise ValueError(f"unknown method {name!r}")

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rtopk.studies.bench.link import METHODS, LinkRow
-from rtopk.tools.show.labels import rate, with_density
-from rtopk.tools.show.palette import mixed, style
-from rtopk.tools.show.tables import markdown as markdown_table
+from rtopk.studies.bench.link import ENGINES, METHODS, LinkRow
+from rtopk.tools.show.palette import mixed, rate, style, with_density
+from rtopk.tools.show.terminal import markdown as markdown_table
 from rtopk.tools.show.terminal import table
 
 COLUMNS: tuple[tuple[str, Callable[[LinkRow], str]], ...] = (
@@ -38,15 +37,19 @@ def due_bytes(row: LinkRow) -> float:
     fan_out = row.nodes - 1.0
     if row.method not in ("rtopk", "topk-allgather"):
         fan_out *= 2 / row.nodes
-    return row.payload_bytes * fan_out
+    return row.payload_bytes * row.per_host * fan_out
 
 
 def title(row: LinkRow) -> str:
     """Name the cell of a row."""
     return (
-        f"{row.model} ({row.size / 1e6:.1f} M), {row.nodes} nodes, {rate(row.mbit)}; "
+        f"{row.model} ({row.size / 1e6:.1f} M), {_nodes(row)}, {rate(row.mbit)}; "
         f"computation {row.compute_ms:.0f} ms, step without communication {row.off_ms:.0f} ms"
     )
+
+
+def _nodes(row: LinkRow) -> str:
+    return f"{row.nodes} nodes" if row.per_host == 1 else f"{row.nodes} sites of {row.per_host} ranks"
 
 
 def cells(rows: Sequence[LinkRow]) -> list[list[LinkRow]]:
@@ -55,12 +58,16 @@ def cells(rows: Sequence[LinkRow]) -> list[list[LinkRow]]:
         rows,
         key=lambda row: (
             row.size,
+            row.per_host,
             row.nodes,
             0.0 if row.mbit is None else 1 / row.mbit,
-            METHODS.index((row.method, row.density, row.values)),
+            ENGINES["fsdp" if row.per_host > 1 else "ddp"].index((row.method, row.density, row.values)),
         ),
     )
-    return [list(group) for _, group in groupby(ordered, key=lambda row: (row.model, row.nodes, row.mbit))]
+    return [
+        list(group)
+        for _, group in groupby(ordered, key=lambda row: (row.model, row.per_host, row.nodes, row.mbit))
+    ]
 
 
 def show(rows: Sequence[LinkRow], console: Console) -> None:
@@ -101,7 +108,7 @@ def draw_measured(rows: Sequence[LinkRow], nodes: int, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-    rows = [row for row in rows if row.nodes == nodes]
+    rows = [row for row in rows if row.nodes == nodes and row.per_host == 1]
     if not rows:
         raise ValueError(f"nothing was measured with {nodes} nodes")
     models = list(dict.fromkeys(row.model for row in sorted(rows, key=lambda row: row.size)))

@@ -16,15 +16,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rtopk.studies.bench import link_methods
+from rtopk.studies.bench import StandIn, link_methods
 from rtopk.studies.bench.hosts import INTERFACE, Hosts, received_bytes
-from rtopk.studies.bench.workloads import StandIn
 
 PORT = 29_400  # on hosts of our own nobody else has it
 TIMEOUT = 1200.0  # seconds until an order counts as lost
@@ -35,13 +35,15 @@ class RankFailedError(RuntimeError):
 
 
 class Ranks:
-    """`nodes` processes of torch.distributed; a context manager."""
+    """`nodes` processes of torch.distributed, `per_host` of them on each host; a context manager."""
 
-    def __init__(self, nodes: int, hosts: Hosts | None) -> None:
+    def __init__(self, nodes: int, hosts: Hosts | None, engine: str = "ddp", per_host: int = 1) -> None:
         if nodes < 2:
             raise ValueError(f"nodes must be at least 2, got {nodes}")
         self.nodes = nodes
         self.hosts = hosts
+        self.engine = engine
+        self.per_host = per_host
         self._ranks: list[subprocess.Popen[str]] = []
         self._errors: list[IO[bytes]] = []
 
@@ -53,7 +55,7 @@ class Ranks:
                 port = free.getsockname()[1]
         else:
             address = self.hosts.addresses[0]
-        command = [sys.executable, "-m", "rtopk.studies.bench.ranks"]
+        command = [sys.executable, "-m", "rtopk.studies.bench.ranks", self.engine]
         for rank in range(self.nodes):
             environment = {
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(self.nodes), "MASTER_ADDR": address,
@@ -62,8 +64,9 @@ class Ranks:
             }  # fmt: skip
             errors = tempfile.TemporaryFile()
             self._errors.append(errors)
+            host = rank // self.per_host
             child = subprocess.Popen(
-                command if self.hosts is None else self.hosts.command(rank, command), env=environment,
+                command if self.hosts is None else self.hosts.command(host, command), env=environment,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
             )  # fmt: skip
             self._ranks.append(child)
@@ -156,8 +159,8 @@ class Rank:
 
     def __init__(self, interface: str) -> None:
         self.interface = interface
-        self.methods: dict[str, link_methods.Method] = {}
-        self.current: link_methods.Method = link_methods.Off()
+        self.methods: dict[str, link_methods.Measured] = {}
+        self.current: link_methods.Measured = link_methods.Off()
         self.start = torch.zeros(1, requires_grad=True)
 
     def load(self, model: str) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class Rank:
         key = f"{method} {density} {values}"
         fresh = key not in self.methods
         if fresh:
-            self.methods[key] = link_methods.make(method, self.ddp, density, values)
+            self.methods[key] = self.make(method, density, values)
         self.current = self.methods[key]
         self.stand_in.seconds = compute_ms / 1e3
         for _ in range(warm if fresh else min(warm, 1)):
@@ -213,16 +216,34 @@ class Rank:
             del self.methods[key]
         return {"steps": rows, "received": received}
 
+    def make(self, method: str, density: float | None, values: str | None) -> link_methods.Measured:
+        """Make a method for the model."""
+        return link_methods.make(method, self.ddp, density, values)
+
+    @property
+    def module(self) -> nn.Module:
+        """What a step runs."""
+        return self.ddp
+
     def _step(self) -> dict[str, Any]:
-        self.ddp.zero_grad()
+        module = self.module
+        module.zero_grad()
         started, worked = time.perf_counter(), time.process_time()
-        self.ddp(self.start).backward()
+        module(self.start).backward()
         taken, worked = time.perf_counter() - started, time.process_time() - worked
         return {"step": taken, "cpu": worked, **vars(self.current.finish())}
 
 
 def _dispatch(rank: Rank, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    return rank.current.hook(bucket)
+    return cast(link_methods.Method, rank.current).hook(bucket)
+
+
+def _rank_of(engine: str) -> type[Rank]:
+    if engine == "ddp":
+        return Rank
+    from rtopk.studies.bench.sites import SiteRank  # it imports this file
+
+    return SiteRank
 
 
 def main() -> None:
@@ -231,7 +252,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not mix with the answers
     dist.init_process_group("gloo", timeout=timedelta(minutes=20))
-    rank = Rank(os.environ["GLOO_SOCKET_IFNAME"])
+    rank = _rank_of(sys.argv[1])(os.environ["GLOO_SOCKET_IFNAME"])
     orders: dict[str, Callable[..., dict[str, Any]]] = {
         "load": rank.load,
         "compute": rank.compute,

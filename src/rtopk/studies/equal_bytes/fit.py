@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from rtopk.studies.equal_bytes.panels import Budget, Entrant, Panel
-from rtopk.studies.paper.definitions import TUNING_SEED
+from rtopk.studies.config import Config
+from rtopk.studies.equal_bytes import Budget, Entrant, Panel
+from rtopk.studies.paper import TUNING_SEED
 from rtopk.studies.paper.reproduce import note_choice
-from rtopk.studies.train.config import Config
-from rtopk.studies.train.records import Record, read, score
+from rtopk.studies.train.records import Record, SeedRuns, read, score
 from rtopk.studies.train.runner import key_of, run_all
-from rtopk.tools.show.intervals import half_width
 
 HEADER = 40  # bytes of a payload that hold no entry
 CLOSE = 0.03  # how far from the yardstick's bytes a fitted density may be, as a part of them
@@ -32,7 +31,7 @@ STEEP = 1.5  # first guess: twice the threshold sends 2^-1.5 of the entries
 
 
 @dataclass(frozen=True)
-class EntrantResult:
+class EntrantResult(SeedRuns):
     """What an entrant reached with a budget."""
 
     panel: Panel
@@ -41,21 +40,6 @@ class EntrantResult:
     target: float  # bytes per node and round
     tried: tuple[tuple[Record, ...], ...]  # the runs of each rate that was tried
     records: tuple[Record, ...]  # one a seed
-
-    @property
-    def scores(self) -> list[float]:
-        """The seeds' scores at the end."""
-        return [record["final"][record["metric"]] for record in self.records]
-
-    @property
-    def bytes(self) -> float:
-        """Bytes measured per node and round, mean over the seeds."""
-        return mean(float(record["sent_bytes_per_round"]) for record in self.records)
-
-    @property
-    def half_width(self) -> float:
-        """Half the 95 % interval of the mean score; infinite for one seed."""
-        return half_width(self.scores)
 
     @property
     def rate(self) -> float:

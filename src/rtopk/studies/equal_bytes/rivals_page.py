@@ -5,11 +5,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from rtopk.studies.equal_bytes import Entrant
 from rtopk.studies.equal_bytes.fit import CLOSE, EntrantResult
-from rtopk.studies.equal_bytes.panels import Entrant
 from rtopk.tools.show.intervals import plus_minus, welch
 from rtopk.tools.show.palette import mixed, style
-from rtopk.tools.show.tables import markdown as markdown_table
+from rtopk.tools.show.terminal import markdown as markdown_table
 
 Grid = tuple[list[str], list[list[str]]]  # heads of the columns; rows
 
@@ -58,10 +58,10 @@ def _difference(one: Sequence[float], other: Sequence[float]) -> str:
 
 
 def _cell(result: EntrantResult) -> str:
-    text = f"{mean(result.scores):.1f}{plus_minus(result.half_width, 1)}{'*' if result.at_edge else ''}"
+    text = f"{result.mean:.1f}{plus_minus(result.half_width, 1)}{'*' if result.at_edge else ''}"
     if result.budget is None:
-        return f"{text} ({result.bytes:,.0f} bytes)"
-    off = result.bytes / result.target - 1
+        return f"{text} ({result.sent_bytes_per_round:,.0f} bytes)"
+    off = result.sent_bytes_per_round / result.target - 1
     return f"{text} ({100 * off:+.0f} %)" if abs(off) >= CLOSE else text
 
 
@@ -72,8 +72,8 @@ def markdown(panels: Sequence[Sequence[EntrantResult]]) -> str:
 
 def _panel(results: Sequence[EntrantResult]) -> str:
     heads, rows = grid(results)
-    metric = results[0].records[0]["metric"]
-    better = "higher" if results[0].records[0]["higher_is_better"] else "lower"
+    metric = results[0].metric
+    better = "higher" if results[0].higher_is_better else "lower"
     table = [line.replace("*", "\\*") for line in markdown_table(heads, rows)]
     return "\n".join([f"{results[0].panel.name}; {metric}, {better} is better:", "", *table])
 
@@ -109,23 +109,23 @@ def score_against_budget(results: Sequence[EntrantResult], path: Path) -> None:
         here = [result for result in results if result.panel == panel]
         shown = [result for result in here if result.budget is not None]
         for entrant in panel.entrants:
-            line = sorted((s for s in shown if s.entrant == entrant), key=lambda s: s.bytes)
+            line = sorted((s for s in shown if s.entrant == entrant), key=lambda s: s.sent_bytes_per_round)
             if not line:
                 continue
             colour, marker = style(entrant.method)
             if entrant.r_over_k:  # a darker variant of the same method
                 colour, marker = mixed(colour, "#000000", 0.4), "h"
             axis.plot(
-                [s.bytes for s in line], [mean(s.scores) for s in line], color=colour, marker=marker, markersize=5,
-                linestyle=LINES[entrant.mean, entrant.values != "fp32"], linewidth=1.1, alpha=0.85,
+                [s.sent_bytes_per_round for s in line], [s.mean for s in line], color=colour, marker=marker,
+                markersize=5, linestyle=LINES[entrant.mean, entrant.values != "fp32"], linewidth=1.1, alpha=0.85,
                 label=entrant.label,
                 markerfacecolor=colour if entrant.mean == "nodes" else "white",
                 markeredgecolor="black" if entrant.values != "fp32" else colour,
             )  # fmt: skip
         for dense in (result for result in here if result.budget is None):
-            axis.axhline(mean(dense.scores), color="black", linewidth=0.8)
+            axis.axhline(dense.mean, color="black", linewidth=0.8)
             axis.annotate(
-                f"dense, {dense.bytes:,.0f} bytes", (0.02, mean(dense.scores)), fontsize=7,
+                f"dense, {dense.sent_bytes_per_round:,.0f} bytes", (0.02, dense.mean), fontsize=7,
                 xycoords=("axes fraction", "data"), va="bottom",
             )  # fmt: skip
         _frame(axis, here)
@@ -141,7 +141,7 @@ def score_against_budget(results: Sequence[EntrantResult], path: Path) -> None:
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    axes[0][0].set_ylabel(results[0].records[0]["metric"])
+    axes[0][0].set_ylabel(results[0].metric)
     beside = 3 if columns == 1 else 5
     figure.legend(list(handles.values()), list(handles), loc="lower center", ncol=beside, fontsize=8)
     figure.tight_layout(rect=(0, 0.02 + 0.05 * (-(-len(handles) // beside)) / rows, 1, 1))
@@ -151,11 +151,11 @@ def score_against_budget(results: Sequence[EntrantResult], path: Path) -> None:
 
 def _frame(axis: Any, results: Sequence[EntrantResult]) -> None:
     """Leave out what failed altogether: it would press all others together."""
-    scores = sorted(mean(s.scores) for s in results)
+    scores = sorted(s.mean for s in results)
     low, middle, high = scores[0], scores[len(scores) // 2], scores[-1]
     if low == high:
         return
-    if results[0].records[0]["higher_is_better"]:
+    if results[0].higher_is_better:
         reach = 5 * (high - middle) or high - low
         axis.set_ylim(max(low, middle - reach) - 0.05 * reach, high + 0.1 * reach)
     else:

@@ -22,7 +22,7 @@ from rtopk.flower import RTopKMod, RTopKStrategy
 from rtopk.local.outer import by_name
 from rtopk.select import Selector
 from rtopk.state_file import write_atomically
-from rtopk.studies.federation.settings import Federation
+from rtopk.studies.federation import Federation
 from rtopk.studies.train.loop import Run, seeded
 from rtopk.studies.train.records import digest
 

@@ -1,14 +1,16 @@
 """Run a federation on Flower's two engines: simulation in this process (ray), deployment in processes.
 
 Both return the record that the server wrote, with the engine's own facts beside it; a run whose status is not
-completed is an error, whatever Flower's exit code was. compare counts what deployments cost on the wire, engine
-included: bytes of the TCP streams (payloads, Flower's records, gRPC, polling, heartbeats). steady is a round after
-the first; total is everything from the first connection to the end, the app itself and the first model too.
+completed is an error, whatever Flower's exit code was. A deployment's SuperNodes talk through a proxy that counts
+the bytes of the TCP streams: payloads, Flower's records, gRPC, polling, heartbeats; not TCP's own headers.
+`compare` holds deployments side by side: steady is a round after the first; total is everything from the first
+connection to the end, the app itself and the first model too.
 """
 
 import dataclasses
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rtopk.state_file import write_atomically
+from rtopk.studies.federation import Federation
 from rtopk.studies.federation.app import client_app, server_app
 from rtopk.studies.federation.deployment import OFFLINE, Fleet, FleetError, certificates, write_app
-from rtopk.studies.federation.proxy import CountingProxy
-from rtopk.studies.federation.settings import Federation
 
 Progress = Callable[[int], None]
 
@@ -188,3 +189,72 @@ def row(name: str, record: dict[str, Any]) -> dict[str, Any]:
         "engine": total - content if own else None,
         "weights": record["weights"],
     }
+
+
+class CountingProxy:
+    """Forward connections from a free port of this machine to a port of it, and count both ways."""
+
+    def __init__(self, target: int, host: str = "127.0.0.1") -> None:
+        self.target = (host, target)
+        self._listener = socket.create_server((host, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self.up = self.down = 0  # bytes from clients to the server so far, and back
+        self.connections = 0  # so far
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True, name="proxy").start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            try:
+                server = socket.create_connection(self.target)
+            except OSError:  # nobody there yet: the client will try again
+                client.close()
+                continue
+            with self._lock:
+                self.connections += 1
+                self._open |= {client, server}
+                if self._closed:
+                    client.close()
+                    server.close()
+                    return
+            for source, sink, up in ((client, server, True), (server, client, False)):
+                threading.Thread(target=self._pump, args=(source, sink, up), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+                with self._lock:
+                    if up:
+                        self.up += len(data)
+                    else:
+                        self.down += len(data)
+        except OSError:
+            pass
+        finally:
+            for end, how in ((sink, socket.SHUT_WR), (source, socket.SHUT_RD)):
+                with suppress(OSError):
+                    end.shutdown(how)
+
+    def close(self) -> None:
+        """Stop listening and cut what is open."""
+        self._listener.close()
+        with self._lock:
+            self._closed = True
+            ends, self._open = self._open, set()
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def __enter__(self) -> "CountingProxy":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -8,7 +8,8 @@ do not die out. The algorithm itself is the library's `Sparsifier` and `average`
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from rtopk.aggregate import average
 from rtopk.seed import generator
 from rtopk.select import RandomK, RTopK, Selector
-from rtopk.sparsifier import Sparsifier
-from rtopk.studies.lab.bounds import corollary_rate, theorem_3
+from rtopk.sparsifier import Sparsifier, entries_sent
+from rtopk.studies.lab import corollary_rate, theorem_3
+from rtopk.studies.lab.risk import Slope, fit
 
 STEEPEST = 27 / 64  # max phi'^2
 
@@ -142,7 +144,7 @@ def compare(
     selector: Selector = RandomK() if random else RTopK(nodes=n)
     outcomes = []
     for density in densities:
-        k = max(1, round(density * d))
+        k = entries_sent(d, density)
         for horizon in horizons:
             bound = theorem_3(gap, problem.L, problem.G, problem.batch, n, horizon, k, d, rate)
             runs = [run(problem, selector, k, horizon, rate, seed, on_step) for seed in range(seeds)]
@@ -150,3 +152,69 @@ def compare(
             name = "random-k" if random else "rtop-k"
             outcomes.append(Outcome(horizon, k, d, name, sum(means) / seeds, max(means), bound, runs[0][1]))
     return outcomes
+
+
+@dataclass(frozen=True)
+class ConvergenceStudy:
+    """Algorithm 1 over horizons and densities, and the excess over dense of rTop-k and random-k."""
+
+    problem: Problem
+    outcomes: list[Outcome]
+    slopes: dict[int, Slope]  # k -> slope in T
+    excess_horizon: int
+    excess: dict[str, list[tuple[int, float]]]  # (k, measured(k) - measured(d))
+    excess_slopes: dict[str, Slope]
+    second_terms: list[tuple[int, float]]
+
+    def ks(self) -> list[int]:
+        """Return the different k, ascending."""
+        return sorted({outcome.k for outcome in self.outcomes})
+
+    @property
+    def never_crossed(self) -> bool:
+        """Whether every seed of every run stayed below Theorem 3's bound."""
+        return all(outcome.largest <= sum(outcome.bound) for outcome in self.outcomes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        constants = {"L": self.problem.L, "G": self.problem.G, "gap": self.problem.gap()}
+        return {**asdict(self), "never_crossed": self.never_crossed, "constants": constants}
+
+
+EXCESS = (0.1, 0.14, 0.2, 0.28)
+
+
+def study_convergence(
+    problem: Problem,
+    densities: Sequence[float] = (0.05, 0.2, 1.0),
+    horizons: Sequence[int] = (150, 400, 1000),
+    seeds: int = 1,
+    advance: Callable[[], None] = lambda: None,
+) -> ConvergenceStudy:
+    """Run Algorithm 1 against Theorem 3, then see what sparsifying costs at the longest horizon.
+
+    For the cost the noise is a tenth, so that the small excess stands out.
+    """
+    outcomes = compare(problem, densities, horizons, seeds, on_step=advance)
+    slopes = {
+        k: fit([o.T for o in outcomes if o.k == k], [o.measured for o in outcomes if o.k == k])
+        for k in {o.k for o in outcomes}
+    }
+    quiet, longest = replace(problem, sigma=problem.sigma / 10), max(horizons)
+    excess: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, Slope] = {}
+    terms: list[tuple[int, float]] = []
+    [full] = compare(quiet, [1.0], [longest], seeds, on_step=advance)
+    for random in (False, True):
+        some = compare(quiet, EXCESS, [longest], seeds, random=random, on_step=advance)
+        name = some[0].selector
+        excess[name] = [(o.k, o.measured - full.measured) for o in some]
+        terms = [(o.k, o.bound[1]) for o in some]
+        if all(e > 0 for _, e in excess[name]):
+            found[name] = fit([k for k, _ in excess[name]], [e for _, e in excess[name]])
+    return ConvergenceStudy(problem, outcomes, slopes, longest, excess, found, terms)
+
+
+def steps_of_convergence(densities: Sequence[float], horizons: Sequence[int], seeds: int) -> int:
+    """Count the calls of `advance` in a convergence study."""
+    return seeds * (len(densities) * sum(horizons) + (1 + 2 * len(EXCESS)) * max(horizons))

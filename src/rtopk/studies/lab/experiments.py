@@ -1,20 +1,27 @@
-"""The experiments behind `rtopk lab risk`, `bounds` and `convergence`: settings in, numbers out.
+"""The studies behind `rtopk lab risk` and `bounds`: settings in, numbers out; and a contrast, the Gaussian model.
 
 Each study runs in well under a minute with its defaults; progress is one call per piece of work.
+
+In the Gaussian location model N(theta, sigma^2 I), dense and sparse, the bits grow with d. The scheme (ours; the
+paper only cites the rate): nodes take turns over the coordinates, k each, and send the sign bit of each of
+theirs. The centre inverts P(positive) = Phi(theta / sigma) and clips to the known box [-sigma, sigma]. In the
+sparse variant it then sets to zero what is below sqrt(2 ln d) standard errors, and so does the centralised
+estimator it is compared with. Counts of signs are binomial, so nothing is n x d.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+from scipy import stats
+
 from rtopk.seed import generator
-from rtopk.studies.lab import bounds
-from rtopk.studies.lab.bernoulli import flat, numpy_rng, sample
-from rtopk.studies.lab.convergence import Outcome, Problem, compare
+from rtopk.studies.lab import LOWER, UPPER, check_theorem_1, check_theorem_2, holds, theorem_1, theorem_2
+from rtopk.studies.lab.bernoulli import Floats, flat, numpy_rng, sample
 from rtopk.studies.lab.encoder import Encoder
-from rtopk.studies.lab.gaussian import bits_needed
-from rtopk.studies.lab.risk import SCHEMES, Risk, Scheme, Setting, Slope, fit, grid, measure
+from rtopk.studies.lab.risk import SCHEMES, Risk, Scheme, Setting, Slope, exact, fit, grid, measure
 
 Advance = Callable[[], None]
 MODELS = ("bernoulli", "gaussian", "sparse gaussian")
@@ -75,7 +82,7 @@ def regime_slopes(repeats: int = 2, seed: int = 0, advance: Advance = lambda: No
         means = []
         for value in values:
             setting = replace(base, **{axis: value})  # type: ignore[arg-type]
-            bounds.check_theorem_1(setting.d, setting.s, setting.n, setting.k)
+            check_theorem_1(setting.d, setting.s, setting.n, setting.k)
             means.append(measure(setting, repeats=repeats, seed=seed).mean)
             advance()
         slopes[axis] = fit(values, means)
@@ -84,7 +91,7 @@ def regime_slopes(repeats: int = 2, seed: int = 0, advance: Advance = lambda: No
 
 def study_risk(base: Setting, repeats: int = 12, seed: int = 0, advance: Advance = lambda: None) -> RiskStudy:
     """Sweep k, n, s and d around a setting, for every scheme."""
-    bounds.check_theorem_1(base.d, base.s, base.n, base.k)
+    check_theorem_1(base.d, base.s, base.n, base.k)
     sweeps = []
     for axis in ("k", "n", "s", "d"):
         risks: dict[Scheme, list[Risk]] = {scheme: [] for scheme in SCHEMES}
@@ -93,9 +100,9 @@ def study_risk(base: Setting, repeats: int = 12, seed: int = 0, advance: Advance
         for value in values:
             setting = replace(base, **{axis: value})  # type: ignore[arg-type]
             arguments = (setting.d, setting.s, setting.n, setting.k)
-            upper.append(bounds.theorem_1(*arguments))
-            met = bounds.holds(bounds.check_theorem_2, *arguments)
-            lower.append(bounds.theorem_2(*arguments) if met else 0.0)
+            upper.append(theorem_1(*arguments))
+            met = holds(check_theorem_2, *arguments)
+            lower.append(theorem_2(*arguments) if met else 0.0)
             for scheme in SCHEMES:
                 risks[scheme].append(measure(setting, scheme, repeats, seed))
             advance()
@@ -151,11 +158,11 @@ class BoundsStudy:
     @property
     def inside(self) -> bool:
         """Whether one fixed pair (LOWER, UPPER) encloses every setting."""
-        return self.c >= bounds.LOWER and self.C <= bounds.UPPER
+        return self.c >= LOWER and self.C <= UPPER
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**asdict(self), "lower": bounds.LOWER, "upper": bounds.UPPER, "inside": self.inside}
+        return {**asdict(self), "lower": LOWER, "upper": UPPER, "inside": self.inside}
 
 
 def study_bounds(repeats: int = 16, seed: int = 0, advance: Advance = lambda: None) -> BoundsStudy:
@@ -166,73 +173,84 @@ def study_bounds(repeats: int = 16, seed: int = 0, advance: Advance = lambda: No
         times = repeats * max(1, min(64, 4096 // (setting.n * max(1, round(setting.s)))))
         risk = measure(setting, repeats=times, seed=seed).mean
         arguments = (setting.d, setting.s, setting.n, setting.k)
-        upper, lower = bounds.theorem_1(*arguments), bounds.theorem_2(*arguments)
+        upper, lower = theorem_1(*arguments), theorem_2(*arguments)
         rows.append(BoundsRow(setting, risk, risk / upper, risk / lower))
         advance()
     return BoundsStudy(rows, min(row.over_lower for row in rows), max(row.over_upper for row in rows))
 
 
 @dataclass(frozen=True)
-class ConvergenceStudy:
-    """Algorithm 1 over horizons and densities, and the excess over dense of rTop-k and random-k."""
+class GaussianSetting:
+    """n nodes with one sample of d entries each; `s` nonzero means of half sigma, or all d if None."""
 
-    problem: Problem
-    outcomes: list[Outcome]
-    slopes: dict[int, Slope]  # k -> slope in T
-    excess_horizon: int
-    excess: dict[str, list[tuple[int, float]]]  # (k, measured(k) - measured(d))
-    excess_slopes: dict[str, Slope]
-    second_terms: list[tuple[int, float]]
+    d: int
+    n: int
+    s: int | None = None
+    sigma: float = 1.0
 
-    def ks(self) -> list[int]:
-        """Return the different k, ascending."""
-        return sorted({outcome.k for outcome in self.outcomes})
-
-    @property
-    def never_crossed(self) -> bool:
-        """Whether every seed of every run stayed below Theorem 3's bound."""
-        return all(outcome.largest <= sum(outcome.bound) for outcome in self.outcomes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        constants = {"L": self.problem.L, "G": self.problem.G, "gap": self.problem.gap()}
-        return {**asdict(self), "never_crossed": self.never_crossed, "constants": constants}
+    def theta(self) -> Floats:
+        """Make the mean: +- sigma / 2 on s coordinates spread over the vector, or on all."""
+        theta = np.zeros(self.d)
+        places = np.arange(self.d) if self.s is None else np.linspace(0, self.d - 1, self.s).astype(int)
+        theta[places] = self.sigma / 2 * (1 - 2 * (np.arange(len(places)) % 2))
+        return theta
 
 
-EXCESS = (0.1, 0.14, 0.2, 0.28)
+def gaussian_risk(setting: GaussianSetting, k: int | None, repeats: int = 8, seed: int = 0) -> float:
+    """Measure the risk with k bits a node, or without a limit if k is None."""
+    theta = setting.theta()
+    label = "central" if k is None else k
+    rng = numpy_rng(seed, "gaussian", setting.d, setting.n, setting.s or 0, label)
+    total = 0.0
+    for _ in range(repeats):
+        total += float(np.square(_estimate(setting, theta, k, rng) - theta).sum())
+    return total / repeats
 
 
-def study_convergence(
-    problem: Problem,
-    densities: Sequence[float] = (0.05, 0.2, 1.0),
-    horizons: Sequence[int] = (150, 400, 1000),
-    seeds: int = 1,
-    advance: Advance = lambda: None,
-) -> ConvergenceStudy:
-    """Run Algorithm 1 against Theorem 3, then see what sparsifying costs at the longest horizon.
+def _estimate(setting: GaussianSetting, theta: Floats, k: int | None, rng: np.random.Generator) -> Floats:
+    sigma, d, n = setting.sigma, setting.d, setting.n
+    if k is None:
+        estimate = theta + rng.normal(size=d) * sigma / math.sqrt(n)
+        error = np.full(d, sigma / math.sqrt(n))
+    else:
+        if not 1 <= k <= d:
+            raise ValueError(f"the one-bit scheme uses 1 to d = {d} bits a node, got {k}")
+        heard = np.full(d, n * k // d)  # how many nodes send this coordinate: they take turns
+        heard[: n * k % d] += 1
+        share = rng.binomial(heard, stats.norm.cdf(theta / sigma)) / np.maximum(heard, 1)
+        inside = np.clip(share, stats.norm.cdf(-1.0), stats.norm.cdf(1.0))
+        estimate = np.where(heard > 0, sigma * stats.norm.ppf(inside), 0.0)
+        error = sigma * math.sqrt(math.pi / 2) / np.sqrt(np.maximum(heard, 1))
+    if setting.s is not None:
+        estimate[np.abs(estimate) < error * math.sqrt(2 * math.log(d))] = 0.0
+    return np.clip(estimate, -sigma, sigma)
 
-    For the cost the noise is a tenth, so that the small excess stands out.
+
+def bits_needed(
+    d: int, s: int, n: int, model: str, factor: float = 3.0, repeats: int = 16, seed: int = 0
+) -> int | None:
+    """Return the fewest bits a node for a risk of at most `factor` x centralised; None if none suffice.
+
+    `model` is "bernoulli" (the paper's scheme, exact risk, flat theta), "gaussian" or "sparse gaussian".
     """
-    outcomes = compare(problem, densities, horizons, seeds, on_step=advance)
-    slopes = {
-        k: fit([o.T for o in outcomes if o.k == k], [o.measured for o in outcomes if o.k == k])
-        for k in {o.k for o in outcomes}
-    }
-    quiet, longest = replace(problem, sigma=problem.sigma / 10), max(horizons)
-    excess: dict[str, list[tuple[int, float]]] = {}
-    found: dict[str, Slope] = {}
-    terms: list[tuple[int, float]] = []
-    [full] = compare(quiet, [1.0], [longest], seeds, on_step=advance)
-    for random in (False, True):
-        some = compare(quiet, EXCESS, [longest], seeds, random=random, on_step=advance)
-        name = some[0].selector
-        excess[name] = [(o.k, o.measured - full.measured) for o in some]
-        terms = [(o.k, o.bound[1]) for o in some]
-        if all(e > 0 for _, e in excess[name]):
-            found[name] = fit([k for k, _ in excess[name]], [e for _, e in excess[name]])
-    return ConvergenceStudy(problem, outcomes, slopes, longest, excess, found, terms)
+    if model == "bernoulli":
+        goal = factor * exact(Setting(d, s, n, d), "central")
+        low, high = 2 * d.bit_length() - 1, d + d.bit_length()
+    elif model in ("gaussian", "sparse gaussian"):
+        gaussian = GaussianSetting(d, n, s if model == "sparse gaussian" else None)
+        goal = factor * gaussian_risk(gaussian, None, repeats, seed)
+        low, high = 0, d
+    else:
+        raise ValueError(f"model must be bernoulli, gaussian or sparse gaussian, got {model!r}")
 
+    def enough(k: int) -> bool:
+        if model == "bernoulli":
+            return exact(Setting(d, s, n, k)) <= goal
+        return gaussian_risk(gaussian, k, repeats, seed) <= goal
 
-def steps_of_convergence(densities: Sequence[float], horizons: Sequence[int], seeds: int) -> int:
-    """Count the calls of `advance` in a convergence study."""
-    return seeds * (len(densities) * sum(horizons) + (1 + 2 * len(EXCESS)) * max(horizons))
+    if not enough(high):
+        return None
+    while high - low > max(1, high // 100):  # to one percent
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

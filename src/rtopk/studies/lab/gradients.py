@@ -1,15 +1,16 @@
 """Does the paper's premise hold on these gradients? Statistics of real ones, and schemes tried beside a run.
 
-`Inspector` is fed the nodes' gradients round by round. Beside the run it keeps shadows: sparsifiers that see
-the same gradients and hold their own residuals, but move no weights. At chosen rounds it is also given the
-true (full-batch) gradient, and measures how far each scheme's estimate is from it.
+`Inspector` is fed the nodes' gradients round by round. Beside the run it keeps shadows: sparsifiers that see the
+same gradients and hold their own residuals, but move no weights. At chosen rounds it is also given the true
+(full-batch) gradient, and measures how far each scheme's estimate is from it. `inspect` feeds it from a run, which
+goes its own way, exactly as without being looked at.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from torch import Tensor
 from rtopk.aggregate import average
 from rtopk.memory import ErrorFeedback, NoMemory
 from rtopk.select import RTopK, top_k
-from rtopk.sparsifier import Sparsifier
+from rtopk.sparsifier import Sparsifier, entries_sent
+from rtopk.studies.tasks.objectives import Classification, Examples
+from rtopk.studies.train.loop import Node, Run, seeded
 
 GAUSSIAN = 2 / math.pi  # s / d of a vector of independent Gaussian entries: no sparsity at all
 SHARES = (0.001, 0.01, 0.1)
@@ -41,7 +44,7 @@ def describe(vector: Tensor) -> dict[str, Any]:
         "s_model": l1
         / float(magnitude[0]),  # the paper's: sum of theta, if the largest entry is a certain one
         "tail_index": 1 / float((tail / tail[-1]).log().mean().clamp_min(1e-12)),  # Hill, of the largest 1 %
-        "energy_in_largest": {f"{share:g}": float(energy[max(1, round(share * d)) - 1]) for share in SHARES},
+        "energy_in_largest": {f"{share:g}": float(energy[entries_sent(d, share) - 1]) for share in SHARES},
         "quantiles": {
             f"{share:g}": float(magnitude[min(d - 1, int(share * d))]) * math.sqrt(d) / l2
             for share in (*SHARES, 0.5, 0.9)
@@ -106,7 +109,7 @@ class Inspector:
             Candidate, float
         ] = {}  # the density with which a candidate sends the bytes of r = n k
         for part in sorted({density, *densities}):
-            k = self._entries(part)
+            k = entries_sent(self.d, part)
             for factor in sorted({1.0, 2.0, float(nodes), float(nodes**2), d / k}):
                 if factor * k <= d:
                     one = Candidate(part, factor)
@@ -117,9 +120,6 @@ class Inspector:
         self.due = torch.zeros(d)
         self.step = -1
         self.looks: list[dict[str, Any]] = []
-
-    def _entries(self, density: float) -> int:
-        return max(1, round(density * self.d))
 
     def observe(self, gradients: Sequence[Tensor]) -> None:
         """Feed the shadows one round."""
@@ -152,7 +152,7 @@ class Inspector:
 
     def look(self, round_: int, gradients: Sequence[Tensor], true: Tensor) -> None:
         """Measure the round last observed against the true gradient; errors are relative to its norm^2."""
-        k = self._entries(self.density)
+        k = entries_sent(self.d, self.density)
         scale = float(true.square().sum())
         mean = torch.stack(list(gradients)).mean(0)
         schemes = []
@@ -168,7 +168,7 @@ class Inspector:
                 {
                     "scheme": one.name(self.d),
                     "r_over_k": one.r_over_k,
-                    "k": self._entries(self.fitted[one]),
+                    "k": entries_sent(self.d, self.fitted[one]),
                     "bytes": round(_average([size for _, size in tries])),
                     "error": _average([_distance(e, true) for e, _ in tries]) / scale,
                     "error_scaled": _average([_distance(factor * e, true) for e, _ in tries]) / scale,
@@ -192,7 +192,7 @@ class Inspector:
             best = min((p for p in self.candidates if p.density == density), key=self.lag)
             if self.lag(best) <= self.tolerance or density == densities[-1]:
                 break
-        k = self._entries(self.fitted[best])
+        k = entries_sent(self.d, self.fitted[best])
         beside = [p for p in self.candidates if p.density == best.density]
         return {
             "k": k,
@@ -254,3 +254,55 @@ def _curve(vector: Tensor, points: int = 200) -> list[list[float]]:
     rms = float(magnitude.square().mean().sqrt())
     ranks = torch.logspace(0, math.log10(len(magnitude)), points).long().clamp_max(len(magnitude))
     return [[rank, float(magnitude[rank - 1]) / rms] for rank in sorted(set(ranks.tolist()))]
+
+
+CHUNK = 500  # examples of a full-batch gradient at a time
+
+
+def inspect(
+    run: Run, inspector: Inspector, rounds: Collection[int], on_round: Callable[[], None] = lambda: None
+) -> None:
+    """Advance a run to the last of the chosen rounds, showing the inspector every round up to it."""
+    if run.config.setting != "distributed":
+        raise ValueError(f"inspect needs the distributed setting, got {run.config.setting}: there a node sends "
+                         "a gradient, and there is a true one to hold it against")  # fmt: skip
+    last = max(rounds, default=-1)
+    if last < 0 or min(rounds) < run.round or last >= run.config.rounds:
+        raise ValueError(
+            f"rounds must be in [{run.round}, {run.config.rounds}), got {sorted(rounds)}; raise --rounds"
+        )
+    while run.round <= last:
+        gradients = [node_gradient(run, node) for node in run.nodes]
+        inspector.observe(gradients)
+        if run.round in rounds:
+            inspector.look(run.round, gradients, full_gradient(run))
+        run.advance()
+        on_round()
+
+
+def node_gradient(run: Run, node: Node) -> Tensor:
+    """Return the gradient that the node will send from in this round; leave its buffers as they are."""
+    buffers = node.buffers
+    with run.at(node), seeded(run.config.seed, "forward", node.number, run.round):
+        gradient, _ = run._gradient(node, run.config.rate(run.round))
+    node.buffers = buffers
+    return gradient
+
+
+def full_gradient(run: Run) -> Tensor:
+    """Return the gradient of the mean loss of all nodes' examples at the common weights."""
+    task = run.task
+    if not isinstance(task, Classification):
+        raise ValueError(f"inspect needs a task with classes, got {run.config.task}")
+    total = torch.zeros(run.layout.size)
+    examples = 0
+    for node in run.nodes:
+        buffers, shard = node.buffers, cast(Examples, node.shard)
+        with run.at(node), seeded(run.config.seed, "full", node.number, run.round):
+            for count, batch in task.chunks(shard, CHUNK):
+                loss = task.loss(run.model, batch) * count
+                gradients = torch.autograd.grad(loss, list(run.parameters.values()))
+                total += run.layout.flatten(dict(zip(run.parameters, gradients, strict=True)))
+                examples += count
+        node.buffers = buffers
+    return total / examples

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from rtopk.studies.lab.bounds import LOWER, UPPER
-from rtopk.studies.lab.convergence import Outcome
-from rtopk.studies.lab.experiments import BoundsStudy, ConvergenceStudy, RiskStudy
+from rtopk.studies.lab import LOWER, UPPER
+from rtopk.studies.lab.convergence import ConvergenceStudy, Outcome
+from rtopk.studies.lab.experiments import BoundsStudy, RiskStudy
 from rtopk.tools.show.palette import CYCLE, style
 
 if TYPE_CHECKING:

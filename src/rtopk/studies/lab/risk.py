@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from scipy import stats
 
-from rtopk.studies.lab import bounds
+from rtopk.studies.lab import check_theorem_1, check_theorem_2, holds
 from rtopk.studies.lab.bernoulli import FAMILIES, Floats, Integers, Ones, Theta, numpy_rng, sample
 from rtopk.studies.lab.encoder import Encoder, capacity
 from rtopk.tools.show.intervals import half_width, t_quantile
@@ -210,7 +210,7 @@ def grid() -> list[Setting]:
         families = ("flat", "cube") if factor == 1 else ("flat",)
         for family in families:
             setting = Setting(d, s, n, k, family)
-            met = k and bounds.holds(bounds.check_theorem_1, d, s, n, k)
-            if met and bounds.holds(bounds.check_theorem_2, d, s, n, k) and setting not in found:
+            met = k and holds(check_theorem_1, d, s, n, k)
+            if met and holds(check_theorem_2, d, s, n, k) and setting not in found:
                 found.append(setting)
     return found

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rtopk.studies.paper.definitions import Scale, Setup, Table, TableRow
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
+from rtopk.studies.paper import Scale, Setup, Table, TableRow
 
 _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)
 # A number of steps, not an epoch: with a fifth of the examples kept back for tuning, an epoch has fewer steps, and

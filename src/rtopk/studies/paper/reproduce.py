@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from rtopk.studies.paper.definitions import Scale, Table, TableRow
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
+from rtopk.studies.paper import Scale, Table, TableRow
 from rtopk.studies.train.processes import barrier, leads
 from rtopk.studies.train.records import Record, Results, read, score
 from rtopk.studies.train.runner import Progress, key_of, run_all

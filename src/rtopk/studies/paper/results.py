@@ -11,20 +11,20 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
+from rtopk.studies.paper import TABLES, Scale, Table, TableRow
 from rtopk.studies.paper.ablations import STUDIES
-from rtopk.studies.paper.definitions import TABLES, Scale, Table, TableRow
 from rtopk.studies.paper.reproduce import results_file, tuning
-from rtopk.studies.train.records import Record, read
+from rtopk.studies.train.records import Record, SeedRuns, read
 from rtopk.studies.train.runner import key_of
-from rtopk.tools.show.intervals import half_width, plus_minus, welch
+from rtopk.tools.show.intervals import plus_minus, welch
 from rtopk.tools.show.palette import style
-from rtopk.tools.show.tables import markdown
+from rtopk.tools.show.terminal import markdown
 
 Kind = tuple[str, float]  # method, density
 
 
 @dataclass(frozen=True)
-class RowResult:
+class RowResult(SeedRuns):
     """What a row of a table reached so far."""
 
     row: TableRow
@@ -32,28 +32,6 @@ class RowResult:
     validation: float  # the rate's score there, larger for better ones
     at_edge: bool  # the best rate is the first or last of those tried: one further out might do better
     records: tuple[Record, ...]  # by seed
-    metric: str
-    higher_is_better: bool
-
-    @property
-    def scores(self) -> list[float]:
-        """Return the final scores by seed."""
-        return [float(record["final"][self.metric]) for record in self.records]
-
-    @property
-    def mean(self) -> float:
-        """Return the mean over seeds."""
-        return mean(self.scores)
-
-    @property
-    def half_width(self) -> float:
-        """Return half the 95 % interval of the mean (Student's t); infinite for one seed."""
-        return half_width(self.scores)
-
-    @property
-    def sent_bytes_per_round(self) -> float:
-        """Return the bytes that a node sent in a round, measured, mean over seeds."""
-        return float(mean(record["sent_bytes_per_round"] for record in self.records))
 
 
 @dataclass(frozen=True)
@@ -86,11 +64,8 @@ def row_results(table: Table, scale: Scale, results: Path, seeds: int = 50) -> l
             continue
         runs = _leading(records, [c.key for c in table.results(scale, row, tuned.rate, seeds)])
         if runs:
-            rate, some = tuned.rate, runs[0]
-            found.append(
-                RowResult(row, rate, tuned.value(rate), tuned.at_edge, tuple(runs), some["metric"],
-                         some["higher_is_better"])
-            )  # fmt: skip
+            best, at_edge = tuned.value(tuned.rate), tuned.at_edge
+            found.append(RowResult(row, tuned.rate, best, at_edge, tuple(runs)))
     return found
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rtopk.seed import generator
-from rtopk.studies.tasks.data import DataError
-from rtopk.studies.train.config import Part
+from rtopk.studies.config import Part
+from rtopk.studies.tasks.datasets import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

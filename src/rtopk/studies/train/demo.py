@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
 from rtopk.studies.train.records import Record
-from rtopk.tools.show.labels import with_compression
-from rtopk.tools.show.palette import style
+from rtopk.tools.show.palette import style, with_compression
 
 ROWS = (("dense", 1.0), ("top-k", 0.01), ("random-k", 0.01), ("rtop-k", 0.01), ("rtop-k", 0.001))
 

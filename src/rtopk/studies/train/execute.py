@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rtopk.state_file import write_atomically
-from rtopk.studies.train.config import Config, command
+from rtopk.studies.config import Config, command
 from rtopk.studies.train.loop import Diverged, Run, device
 from rtopk.studies.train.processes import ProcessRun, launched, leads
 from rtopk.studies.train.records import Record, append, digest, environment

@@ -20,17 +20,61 @@ import torch
 from torch import Tensor, nn
 
 from rtopk.aggregate import average
+from rtopk.local import CommonWeights
 from rtopk.memory import clip
 from rtopk.seed import derive
-from rtopk.studies.tasks.catalogue import Task, load
-from rtopk.studies.tasks.shards import Batch
-from rtopk.studies.train.config import ADDED, Config
-from rtopk.studies.train.node import Node
+from rtopk.sparsifier import Sparsifier
+from rtopk.studies.config import ADDED, Config
+from rtopk.studies.tasks import Task, load
+from rtopk.studies.tasks.objectives import Batch, Shard
+from rtopk.studies.train.powersgd import LowRank, LowRankNode, Matrices
 from rtopk.transport import InProcess, Transport
 
 
 class Diverged(Exception):  # noqa: N818 -- nothing is wrong with the program
     """The loss is no longer a finite number; the weights are those of the round before."""
+
+
+class Node:
+    """What belongs to one node, and is saved with it."""
+
+    def __init__(self, run: "Run", number: int, shard: Shard) -> None:
+        self.number = number
+        self.shard = shard
+        self.buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+        config = run.config
+        self.sparsifier: Sparsifier | LowRankNode
+        if run.low_rank is not None:
+            self.sparsifier = LowRankNode(run.low_rank, config.make_memory())
+        else:
+            self.sparsifier = Sparsifier(
+                config.make_selector(),
+                config.make_density(),
+                config.make_memory(),
+                run.codec,
+                config.seed,
+                node=number,
+                layout=run.layout,
+            )
+
+    def answer(self, left: Matrices) -> Tensor:
+        """Return PowerSGD's second message."""
+        assert isinstance(self.sparsifier, LowRankNode)
+        return self.sparsifier.answer(left)
+
+    def residual_norm(self) -> float:
+        """Return the norm of the residual; 0 where nothing is kept."""
+        residual = getattr(self.sparsifier.memory, "residual", None)
+        return 0.0 if residual is None else float(torch.linalg.vector_norm(residual))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the node's part of a checkpoint."""
+        return {"sparsifier": self.sparsifier.state_dict(), "buffers": self.buffers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self.sparsifier.load_state_dict(state["sparsifier"])
+        self.buffers = {name: value.clone() for name, value in state["buffers"].items()}
 
 
 class Run:
@@ -46,6 +90,7 @@ class Run:
         self.model.to(self.device)
         self.layout = config.make_layout(self.model)
         self.parameters = dict(self.model.named_parameters())
+        self.centre = CommonWeights(self.model, self.layout)
         self.codec = config.make_codec(self.layout.fingerprint)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
@@ -53,7 +98,11 @@ class Run:
             momentum=0.0 if config.corrects_momentum else config.momentum,
             weight_decay=config.weight_decay,
         )
-        self.low_rank = config.make_low_rank(self.layout, self.codec)  # None but for powersgd
+        self.low_rank = (
+            LowRank(self.layout, config.matrix_rank, self.codec, config.seed)
+            if config.method == "powersgd"
+            else None
+        )
         shards = self.task.shards(config)
         self.weights = [float(len(shard)) for shard in shards] if config.weighted else None
         self.nodes = [Node(self, number, shards[number]) for number in self.transport.local]
@@ -114,10 +163,9 @@ class Run:
 
     def _update(self, node: Node, rate: float) -> tuple[Tensor, float]:
         """Train on the node's data from the common weights; return common - own weights and the mean loss."""
-        common = self.vector()
         loss = self.train_node(node, rate)
-        update = common - self.vector()
-        self._set(common)
+        update = self.centre.update()
+        self.centre.restore()
         return update, loss
 
     def train_node(self, node: Node, rate: float) -> float:
@@ -141,7 +189,7 @@ class Run:
 
     def _apply(self, mean: Tensor, rate: float) -> None:
         if self.config.setting == "federated":
-            self._set(self.vector() - mean)
+            self.centre.follow(mean)
             return
         for name, gradient in self.layout.unflatten(mean).items():
             self.parameters[name].grad = gradient
@@ -171,12 +219,7 @@ class Run:
 
     def vector(self) -> Tensor:
         """Return a copy of the weights as one flat vector."""
-        return self.layout.flatten({name: p.detach() for name, p in self.parameters.items()})
-
-    @torch.no_grad()
-    def _set(self, vector: Tensor) -> None:
-        for name, values in self.layout.unflatten(vector).items():
-            self.parameters[name].copy_(values)
+        return self.centre.vector()
 
     @contextmanager
     def spend(self, stage: str) -> Iterator[None]:
@@ -234,7 +277,8 @@ class Run:
             raise ValueError(f"checkpoint is of another configuration ({'; '.join(differing)})")
         for node in self.nodes:
             node.load_state_dict(state["nodes"][node.number])
-        self._set(state["weights"])
+        self.centre.common = state["weights"]
+        self.centre.restore()
         self.optimizer.load_state_dict(state["optimizer"])
         self.round, self.sent = state["round"], state["sent"]
         self.received, self.loss = state["received"], state["loss"]

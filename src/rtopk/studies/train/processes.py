@@ -8,7 +8,7 @@ weights are the same to the bit. Files are written by the first process; every p
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rtopk import ddp
 from rtopk.layout import nothing, one_dimensional
-from rtopk.studies.tasks.catalogue import Task
-from rtopk.studies.train.config import Config
+from rtopk.local import UnevenGather
+from rtopk.studies.config import Config
+from rtopk.studies.tasks import Task
 from rtopk.studies.train.loop import Diverged, Run, seeded
-from rtopk.transport import AllGather
 
 
 def launched() -> bool:
@@ -157,15 +157,6 @@ def _read(raw: bytes) -> dict[str, Any]:
     """Read another process's part; its tensors may be of a GPU that is not ours."""
     part: dict[str, Any] = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     return part
-
-
-class UnevenGather(AllGather):
-    """An exchange of payloads whose sizes differ."""
-
-    def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
-        """Send the payload of this process, return those of all ranks in rank order."""
-        (payload,) = payloads
-        return self.exchange_uneven(payload)
 
 
 class _Buffers:

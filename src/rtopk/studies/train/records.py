@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtopk.state_file import digest_bits
+from rtopk.tools.show.intervals import half_width
 
 Record = dict[str, Any]
 
@@ -85,6 +87,42 @@ def _whole(file: int) -> int:
             return begin + found + 1
         end = begin
     return 0
+
+
+class SeedRuns:
+    """What runs reached that differ by their seed alone."""
+
+    records: tuple[Record, ...]  # by seed
+
+    @property
+    def metric(self) -> str:
+        """Name the score that counts."""
+        return str(self.records[0]["metric"])
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Say which way the metric improves."""
+        return bool(self.records[0]["higher_is_better"])
+
+    @property
+    def scores(self) -> list[float]:
+        """Return the final scores by seed."""
+        return [float(record["final"][self.metric]) for record in self.records]
+
+    @property
+    def mean(self) -> float:
+        """Return the mean score over seeds."""
+        return mean(self.scores)
+
+    @property
+    def half_width(self) -> float:
+        """Return half the 95 % interval of the mean (Student's t); infinite for one seed."""
+        return half_width(self.scores)
+
+    @property
+    def sent_bytes_per_round(self) -> float:
+        """Return the bytes that a node sent in a round, measured, mean over seeds."""
+        return mean(float(record["sent_bytes_per_round"]) for record in self.records)
 
 
 class Results:

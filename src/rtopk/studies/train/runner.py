@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch
 
-from rtopk.studies.train.config import Config
+from rtopk.studies.config import Config
 from rtopk.studies.train.execute import Interrupted, execute
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.processes import barrier, launched, leads

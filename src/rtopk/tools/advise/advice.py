@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rtopk.studies.bench import MODELS
 from rtopk.studies.bench.hosts import burst_bytes
-from rtopk.studies.bench.workloads import MODELS
 from rtopk.tools.advise.cost import Link, Prediction, Workload, predict
 from rtopk.tools.advise.machine import Machine
-from rtopk.tools.show.labels import with_density
+from rtopk.tools.show.palette import with_density
 
 WORTH = 0.75  # compression must save a quarter of dense's step: less is not worth tuning rates anew
 NEARLY = 1.05  # within this factor of the fastest, the one that sends more is preferred
@@ -24,6 +24,22 @@ class Advice:
 
     choice: Prediction
     reason: str
+
+    @property
+    def line(self) -> str:
+        """The line to paste into a DDP job; empty where DDP's own all-reduce is best."""
+        hooks = "torch.distributed.algorithms.ddp_comm_hooks"
+        if self.choice.method == "rtopk":
+            return (
+                f'rtopk.ddp.register(model, density={self.choice.density:g}, values="{self.choice.values}")'
+            )
+        if self.choice.method == "fp16":
+            return f"model.register_comm_hook(None, {hooks}.default_hooks.fp16_compress_hook)"
+        if self.choice.method.startswith("powersgd-"):
+            hook = f"{hooks}.powerSGD_hook"
+            rank = self.choice.method.removeprefix("powersgd-")
+            return f"model.register_comm_hook({hook}.PowerSGDState(None, {rank}), {hook}.powerSGD_hook)"
+        return ""
 
 
 def information(prediction: Prediction) -> tuple[float, float]:
@@ -142,7 +158,7 @@ def compare(machine: Machine, rows: Sequence[Mapping[str, Any]], cores: int) -> 
     for row in rows:
         model, mbit, nodes = row["model"], row["mbit"], row["nodes"]
         if model not in shapes:
-            shapes[model] = tuple(tuple(p.shape) for p in MODELS[model]()[0].parameters())
+            shapes[model] = tuple(tuple(p.shape) for p in MODELS[model][0]().parameters())
         link = Link(
             nodes, mbit, burst=0 if mbit is None else burst_bytes(mbit), sharing=max(1.0, nodes / cores)
         )

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rtopk.codec import Codec
-from rtopk.ddp.control import SIZE as CONTROL_BYTES
+from rtopk.replicas.control import SIZE as CONTROL_BYTES
+from rtopk.studies.bench import FORWARD
 from rtopk.studies.bench.link import METHODS
-from rtopk.studies.bench.workloads import FORWARD
 from rtopk.tools.advise.machine import Machine
-from rtopk.tools.show.labels import with_density
+from rtopk.tools.show.palette import with_density
 
 HEADERS = (1514 + 66 / 2) / 1448  # Ethernet, IP and TCP, and an acknowledgement for every other segment
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes; DDP's defaults

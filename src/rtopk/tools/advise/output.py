@@ -8,7 +8,7 @@ from typing import Any
 from rtopk.studies.bench.link_report import COLOURS
 from rtopk.tools.advise.advice import Advice, Compared, Point, median_error
 from rtopk.tools.advise.cost import Prediction
-from rtopk.tools.show import labels
+from rtopk.tools.show import palette
 from rtopk.tools.show.palette import is_dark
 
 Rows = list[list[str]]  # the first is the heading
@@ -52,7 +52,10 @@ def _gain(point: Point, large: str) -> str:
 def advice_json(found: Sequence[Prediction], advice: Advice) -> dict[str, Any]:
     """Return predictions and recommendation as plain data."""
     choice = {name: getattr(advice.choice, name) for name in ("method", "density", "values", "step_ms")}
-    return {"methods": [asdict(p) for p in found], "recommended": {**choice, "reason": advice.reason}}
+    return {
+        "methods": [asdict(p) for p in found],
+        "recommended": {**choice, "reason": advice.reason, "line": advice.line},
+    }
 
 
 def compared_json(rows: Sequence[Compared]) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def amount(size: float) -> str:
 
 def rate(mbit: float | None) -> str:
     """Write a rate, fast ones in Gbit/s."""
-    return labels.rate(mbit) if mbit is None or mbit < 1000 else f"{mbit / 1000:g} Gbit/s"
+    return palette.rate(mbit) if mbit is None or mbit < 1000 else f"{mbit / 1000:g} Gbit/s"
 
 
 def draw_winners(points: Sequence[Point], path: Path) -> None:

@@ -13,12 +13,11 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
-from rtopk.tools.cli import bench, fed
-from rtopk.tools.cli.advise import advise
+from rtopk.tools.cli import bench
 from rtopk.tools.cli.lab import app as lab
-from rtopk.tools.cli.report import report, watch
+from rtopk.tools.cli.report import advise, report, watch
 from rtopk.tools.cli.studies import data, reproduce, rivals, tables
-from rtopk.tools.cli.train import demo, train
+from rtopk.tools.cli.train import demo, fed, train
 
 typer.core.HAS_RICH = False  # typer 0.20, which Flower needs, escapes brackets for rich in plain help too
 
@@ -50,17 +49,13 @@ def _options(
 
 
 app.add_typer(bench.app, name="bench")
-app.add_typer(fed.app, name="fed")
-app.command()(advise)
-app.command()(demo)
-app.command()(train)
-app.command()(rivals)
-app.command()(reproduce)
-app.command()(tables)
+app.add_typer(fed, name="fed")
+for command in (advise, demo, train, rivals, reproduce, tables):
+    app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(lab, name="lab")
-app.command()(report)
-app.command()(watch)
+for command in (report, watch):
+    app.command()(command)
 
 
 def main() -> None:

@@ -1,77 +1,10 @@
 """`rtopk bench`: measure the parts against their floors and rivals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import typer
-
-
-def link(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
-    quick: bool = typer.Option(False, "--quick", help="ResNet-18 at 100 Mbit/s, in under 3 minutes."),
-    loopback: bool = typer.Option(False, "--loopback", help="Without root: 127.0.0.1, no limits."),
-    model: list[str] = typer.Option([], "--model", help="resnet18, lstm1500 or small; repeat."),
-    mbit: list[float] = typer.Option([], "--mbit", min=0, help="Mbit/s, 0 is unshaped; repeat."),
-    nodes: list[int] = typer.Option([], "--nodes", min=2, max=64, help="Number of hosts; repeat."),
-    rounds: int | None = typer.Option(None, "--rounds", min=1, help="Visits to each method."),
-    steps: int | None = typer.Option(None, "--steps", min=1, help="Steps of each visit."),
-    compute_ms: float | None = typer.Option(
-        None, "--compute-ms", min=0, help="Computation to wait for; else measured."
-    ),
-    method: list[str] = typer.Option([], "--method", help="Only these methods; repeat."),
-    out: Path | None = typer.Option(None, "--out", help="Keep the JSON here; what is there is not repeated."),
-    picture: Path | None = typer.Option(None, "--picture", help="PNG of step time over the rate."),
-    show: Path | None = typer.Option(None, "--show", help="Print what --out kept; measure nothing."),
-) -> None:
-    """Measure every method on shaped links.
-
-    Step time, its parts, and bytes at the interface.
-
-    Makes hosts out of network namespaces and limits their links with tc, so it needs root and iproute2.
-    Computation is replaced by waiting for as long as a real step takes on one core.
-    """
-    from dataclasses import replace
-
-    from rtopk.studies.bench import link as bench
-    from rtopk.studies.bench import link_report as report
-    from rtopk.tools.show.terminal import console, errors
-
-    plan = bench.QUICK if quick else bench.LinkPlan()
-    plan = replace(
-        plan,
-        models=tuple(model) or plan.models,
-        mbits=tuple(rate or None for rate in mbit) or plan.mbits,
-        nodes=tuple(nodes) or plan.nodes,
-        rounds=rounds or plan.rounds,
-        steps=steps or plan.steps,
-        compute_ms=compute_ms,
-        loopback=loopback,
-        methods=tuple(key for key in plan.methods if not method or key[0] in method),
-    )
-    if not plan.methods:
-        names = ", ".join(dict.fromkeys(key[0] for key in bench.METHODS))
-        raise ValueError(f"--method must be one of {names}; got {', '.join(method)}")
-    kept = show if show is not None else out
-    rows: list[bench.LinkRow] = []
-    if kept is not None and (show is not None or kept.exists()):
-        rows = bench.from_json(json.loads(kept.read_text()))
-    with errors.status("") as status:
-        # Half an hour of silence in a log would look like a hang.
-        tell = status.update if errors.is_terminal else errors.print
-        for cell in bench.measure(plan, tell, rows) if show is None else ():
-            rows += cell
-            if out is not None:
-                out.write_text(json.dumps(bench.as_json(rows), indent=1) + "\n")
-    if picture is not None:
-        report.draw_measured(rows, plan.nodes[0], picture)
-    if as_json:
-        print(json.dumps(bench.as_json(rows)))
-    elif markdown:
-        print(report.markdown(rows))
-    else:
-        report.show(rows, console)
-
 
 app = typer.Typer(help="Measure the parts against their floors and rivals.", no_args_is_help=True)
 
@@ -91,8 +24,6 @@ def compress(
 
     Accumulate, select and subtract, beside the floor and two rivals.
     """
-    from dataclasses import replace
-
     from rtopk.studies.bench import compress as bench
     from rtopk.studies.bench import compress_report as report
     from rtopk.tools.show.terminal import errors
@@ -121,8 +52,6 @@ def codec(
     ),
 ) -> None:
     """Measure bits and time of payloads against the entropy bound."""
-    from dataclasses import replace
-
     from rtopk.studies.bench import codec as bench
     from rtopk.tools.show.terminal import errors
 
@@ -135,7 +64,75 @@ def codec(
         bench.show(measured)
 
 
-app.command()(link)
+@app.command()
+def link(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
+    quick: bool = typer.Option(False, "--quick", help="ResNet-18 at 100 Mbit/s, in under 3 minutes."),
+    loopback: bool = typer.Option(False, "--loopback", help="Without root: 127.0.0.1, no limits."),
+    engine: str = typer.Option("ddp", "--engine", help="ddp, or fsdp: nodes are sites of two ranks."),
+    model: list[str] = typer.Option([], "--model", help="resnet18, lstm1500 or small; repeat."),
+    mbit: list[float] = typer.Option([], "--mbit", min=0, help="Mbit/s, 0 is unshaped; repeat."),
+    nodes: list[int] = typer.Option([], "--nodes", min=2, max=64, help="Number of hosts; repeat."),
+    rounds: int | None = typer.Option(None, "--rounds", min=1, help="Visits to each method."),
+    steps: int | None = typer.Option(None, "--steps", min=1, help="Steps of each visit."),
+    compute_ms: float | None = typer.Option(
+        None, "--compute-ms", min=0, help="Computation to wait for; else measured."
+    ),
+    method: list[str] = typer.Option([], "--method", help="Only these methods; repeat."),
+    out: Path | None = typer.Option(None, "--out", help="Keep the JSON here; what is there is not repeated."),
+    picture: Path | None = typer.Option(None, "--picture", help="PNG of step time over the rate."),
+    show: Path | None = typer.Option(None, "--show", help="Print what --out kept; measure nothing."),
+) -> None:
+    """Measure every method on shaped links.
+
+    Step time, its parts, and bytes at the interface.
+
+    Makes hosts out of network namespaces and limits their links with tc, so it needs root and iproute2.
+    Computation is replaced by waiting for as long as a real step takes on one core.
+    """
+    from rtopk.studies.bench import link as bench
+    from rtopk.studies.bench import link_report as report
+    from rtopk.tools.show.terminal import console, errors
+
+    if engine not in bench.ENGINES:
+        raise ValueError(f"--engine must be one of {', '.join(bench.ENGINES)}, got {engine}")
+    plan = bench.QUICK if quick else bench.LinkPlan()
+    if engine == "fsdp":
+        plan = replace(plan, engine=engine, methods=bench.SHARDED, nodes=(2,))
+    plan = replace(
+        plan,
+        models=tuple(model) or plan.models,
+        mbits=tuple(rate or None for rate in mbit) or plan.mbits,
+        nodes=tuple(nodes) or plan.nodes,
+        rounds=rounds or plan.rounds,
+        steps=steps or plan.steps,
+        compute_ms=compute_ms,
+        loopback=loopback,
+        methods=tuple(key for key in plan.methods if not method or key[0] in method),
+    )
+    if not plan.methods:
+        names = ", ".join(dict.fromkeys(key[0] for key in bench.ENGINES[engine]))
+        raise ValueError(f"--method must be one of {names}; got {', '.join(method)}")
+    kept = show if show is not None else out
+    rows: list[bench.LinkRow] = []
+    if kept is not None and (show is not None or kept.exists()):
+        rows = bench.from_json(json.loads(kept.read_text()))
+    with errors.status("") as status:
+        # Half an hour of silence in a log would look like a hang.
+        tell = status.update if errors.is_terminal else errors.print
+        for cell in bench.measure(plan, tell, rows) if show is None else ():
+            rows += cell
+            if out is not None:
+                out.write_text(json.dumps(bench.as_json(rows), indent=1) + "\n")
+    if picture is not None:
+        report.draw_measured(rows, plan.nodes[0], picture)
+    if as_json:
+        print(json.dumps(bench.as_json(rows)))
+    elif markdown:
+        print(report.markdown(rows))
+    else:
+        report.show(rows, console)
 
 
 @app.command()
@@ -146,13 +143,15 @@ def aggregate(
     density: float = typer.Option(0.01, help="Part of the entries a client sends: k / d."),
 ) -> None:
     """Measure the server's mean against only adding the entries."""
-    from rtopk.studies.bench import aggregate as bench
+    from dataclasses import asdict
+
+    from rtopk.studies.bench.codec import measure_aggregation
     from rtopk.tools.show.terminal import errors
 
     with errors.status("making payloads, then taking turns"):
-        found = bench.measure(clients, d, density)
+        found = measure_aggregation(clients, d, density)
     if as_json:
-        print(json.dumps(bench.as_json(found)))
+        print(json.dumps(asdict(found)))
         return
     print(f"{found.clients} clients x {found.d:,} entries at density {found.density:g}")
     print(f"adding the decoded entries  {found.floor_ms:8.1f} ms")

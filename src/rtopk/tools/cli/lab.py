@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtopk.studies.train.config import Config, methods
+from rtopk.studies.config import Config, methods
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,16 +37,14 @@ def risk(
     Against k, n, s and d.
     The last table has the slopes where Theorem 1 predicts -1, -1 and 2.
     """
+    from rtopk.studies.lab import pictures
     from rtopk.studies.lab.experiments import steps_of_risk, study_risk
     from rtopk.studies.lab.risk import Setting
-    from rtopk.tools.show.terminal import console, make_progress, table
+    from rtopk.tools.show.terminal import console, counted, table
 
     base = Setting(d, s, n, k, family, signed)
-    with make_progress() as progress:
-        bar = progress.add_task("risk", total=steps_of_risk(base))
-        study = study_risk(base, repeats, seed, lambda: progress.advance(bar))
-    from rtopk.studies.lab import pictures
-
+    with counted("risk", steps_of_risk(base)) as step:
+        study = study_risk(base, repeats, seed, step)
     paths = [*pictures.risk_sweeps(study, out), *pictures.bits(study, out)]
     if _printed(as_json, study.to_dict(), paths):
         return
@@ -89,16 +87,13 @@ def bounds(
 
     On a grid; prints the constants c and C that it needs.
     """
-    from rtopk.studies.lab.bounds import LOWER, UPPER
+    from rtopk.studies.lab import LOWER, UPPER, pictures
     from rtopk.studies.lab.experiments import study_bounds
     from rtopk.studies.lab.risk import grid
-    from rtopk.tools.show.terminal import console, make_progress, table
+    from rtopk.tools.show.terminal import console, counted, table
 
-    with make_progress() as progress:
-        bar = progress.add_task("bounds", total=len(grid()))
-        study = study_bounds(repeats, seed, lambda: progress.advance(bar))
-    from rtopk.studies.lab import pictures
-
+    with counted("bounds", len(grid())) as step:
+        study = study_bounds(repeats, seed, step)
     paths = pictures.bounds(study, out)
     if _printed(as_json, study.to_dict(), paths):
         return
@@ -131,16 +126,13 @@ def convergence(
 
     On a non-convex problem with known L and G.
     """
-    from rtopk.studies.lab.convergence import Problem
-    from rtopk.studies.lab.experiments import steps_of_convergence, study_convergence
-    from rtopk.tools.show.terminal import console, make_progress, table
-
-    with make_progress() as progress:
-        bar = progress.add_task("convergence", total=steps_of_convergence(density, horizon, seeds))
-        problem = Problem(d, nodes, sigma)
-        study = study_convergence(problem, density, horizon, seeds, lambda: progress.advance(bar))
     from rtopk.studies.lab import pictures
+    from rtopk.studies.lab.convergence import Problem, steps_of_convergence, study_convergence
+    from rtopk.tools.show.terminal import console, counted, table
 
+    problem = Problem(d, nodes, sigma)
+    with counted("convergence", steps_of_convergence(density, horizon, seeds)) as step:
+        study = study_convergence(problem, density, horizon, seeds, step)
     paths = pictures.convergence(study, out)
     if _printed(as_json, study.to_dict(), paths):
         return
@@ -186,21 +178,19 @@ def inspect(
     """
     import torch
 
+    from rtopk.studies.lab import pictures
     from rtopk.studies.lab.gradients import Inspector
-    from rtopk.studies.lab.inspect_run import inspect as look_into
+    from rtopk.studies.lab.gradients import inspect as look_into
     from rtopk.studies.train.loop import Run
-    from rtopk.tools.show.terminal import console, make_progress
+    from rtopk.tools.show.terminal import console, counted
 
     torch.set_num_threads(1)
     rounds = max([_DEFAULT.rounds, *(1 + round_ for round_ in at)])
     run = Run(Config(task=task, method=method, nodes=nodes, batch=batch, density=density, seed=seed,
                      rounds=rounds))  # fmt: skip
     inspector = Inspector(nodes, run.layout.size, density, choose, seed, tolerance)
-    with make_progress() as progress:
-        bar = progress.add_task("rounds", total=max(at, default=0) + 1)
-        look_into(run, inspector, at, lambda: progress.advance(bar))
-    from rtopk.studies.lab import pictures
-
+    with counted("rounds", max(at, default=0) + 1) as step:
+        look_into(run, inspector, at, step)
     paths = pictures.gradients(inspector.looks, out)
     verdict, advice = inspector.verdict(), inspector.recommend()
     report = {"task": task, "looks": inspector.looks, "verdict": verdict, "recommendation": advice}

@@ -14,6 +14,7 @@ from rtopk.tools.cli.options import set_environment
 from rtopk.tools.show.intervals import plus_minus
 
 if TYPE_CHECKING:
+    from rtopk.studies.equal_bytes.fit import EntrantResult
     from rtopk.studies.paper.results import RowResult
 
 JOBS = typer.Option(2, min=1, help="Runs side by side, one core each.")
@@ -47,10 +48,11 @@ def reproduce(
     it was; what is in the results already is not run again. Under torchrun with
     five processes every process is a node.
     """
-    from rtopk.studies.paper import ablations, definitions
+    from rtopk.studies import paper
+    from rtopk.studies.config import Config
+    from rtopk.studies.paper import ablations
     from rtopk.studies.paper.reproduce import run_table
     from rtopk.studies.paper.results import comparisons, row_results
-    from rtopk.studies.train.config import Config
     from rtopk.studies.train.processes import leads
     from rtopk.studies.train.runner import Progress
     from rtopk.tools.show.terminal import console, print_json, runs_progress
@@ -59,8 +61,8 @@ def reproduce(
     try:
         if bool(table) == bool(study):
             raise ValueError("name one of --table 1 to 5 and --study")
-        chosen = ablations.study(study) if study else definitions.table(table)
-        size = definitions.check_scale(scale)
+        chosen = ablations.study(study) if study else paper.table(table)
+        size = paper.check_scale(scale)
         if size not in chosen.setups:
             raise ValueError(f"a study has the scales {', '.join(chosen.setups)}, got {scale!r}")
     except ValueError as error:
@@ -126,7 +128,7 @@ def tables(
     pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
 ) -> None:
     """Print the tables that have been run, paper beside ours."""
-    from rtopk.studies.paper.definitions import TABLES, check_scale
+    from rtopk.studies.paper import TABLES, check_scale
     from rtopk.studies.paper.results import draw_figure, insert, render_all
     from rtopk.tools.show.terminal import errors
 
@@ -165,12 +167,12 @@ def check(
     Exit code 1 if a file is damaged.
     """
     from rtopk.studies.tasks import inventory
-    from rtopk.studies.tasks.data import data_dir as folder
+    from rtopk.studies.tasks.datasets import data_dir as folder
     from rtopk.tools.show.terminal import console, print_json, table
 
     set_environment(data_dir)
     root = folder()
-    found = inventory.take()
+    found = inventory()
     if as_json:
         print_json({"data_dir": str(root), "sets": [asdict(entry) for entry in found]})
     else:
@@ -179,10 +181,6 @@ def check(
         console.print(table(f"Data in {root}", heads, cells, left=4))
     if any(entry.state == "damaged" for entry in found):
         raise typer.Exit(1)
-
-
-if TYPE_CHECKING:
-    from rtopk.studies.equal_bytes.fit import EntrantResult
 
 
 def rivals(
@@ -207,16 +205,16 @@ def rivals(
     runs on test data with every seed. A task takes one core for half an hour
     (imagenet) to three hours (ptb). The same command goes on where it stopped.
     """
-    from rtopk.studies.equal_bytes import panels as data
+    from rtopk.studies.config import Config
+    from rtopk.studies.equal_bytes import PANELS, smoke_panel
     from rtopk.studies.equal_bytes.fit import Runs, entrant_runs, note, run_together, side_by_side
     from rtopk.studies.equal_bytes.rivals_page import differences, grid, markdown, marks, score_against_budget
     from rtopk.studies.paper.results import insert
-    from rtopk.studies.train.config import Config
     from rtopk.tools.show.terminal import console, make_progress, print_json, table
 
-    if task not in data.PANELS:
-        raise typer.BadParameter(f"task must be one of {', '.join(data.PANELS)}, got {task!r}")
-    panels = [data.smoke(panel) for panel in data.PANELS[task][-2:]] if smoke else list(data.PANELS[task])
+    if task not in PANELS:
+        raise typer.BadParameter(f"task must be one of {', '.join(PANELS)}, got {task!r}")
+    panels = [smoke_panel(panel) for panel in PANELS[task][-2:]] if smoke else list(PANELS[task])
     if write is not None:
         insert(write.read_text(), "", *marks(task))  # now, not after an hour
     set_environment(data_dir, device)
@@ -262,7 +260,7 @@ def _row(result: "EntrantResult") -> dict[str, object]:
         "budget": result.budget.label if result.budget else "dense",
         "method": result.entrant.label,
         "scores": result.scores,
-        "bytes_per_round": result.bytes,
+        "bytes_per_round": result.sent_bytes_per_round,
         "target_bytes": result.target if result.budget else None,
         "learning_rate": result.rate,
     }

@@ -6,7 +6,7 @@ from typing import Any
 from rtopk.tools.report.inputs import Study
 from rtopk.tools.report.plots import Plain, short
 from rtopk.tools.report.summary import number, table
-from rtopk.tools.show.labels import with_density
+from rtopk.tools.show.palette import with_density
 
 Shown = tuple[str, list[Plain]]  # HTML of the tables, charts
 
@@ -89,7 +89,9 @@ def _link(study: Study) -> Shown:
     cells: dict[str, list[Mapping[str, Any]]] = {}
     for row in study.data["rows"]:
         rate = f"{row['mbit']:g} Mbit/s" if row["mbit"] else "no limit"
-        cells.setdefault(f"{row['model']}, {row['nodes']} nodes, {rate}", []).append(row)
+        sites = row.get("per_host", 1) > 1
+        nodes = f"{row['nodes']} " + (f"sites of {row['per_host']} ranks" if sites else "nodes")
+        cells.setdefault(f"{row['model']}, {nodes}, {rate}", []).append(row)
     charts, html = [], ""
     for cell, rows in cells.items():
         names = [with_density(row["method"], row.get("density"), row.get("values")) for row in rows]
@@ -99,7 +101,7 @@ def _link(study: Study) -> Shown:
         ]
         title = f"Milliseconds a step: {cell}"
         charts.append({"kind": "bars", "title": title, "x": "", "y": "ms", "series": series})
-        same = ("model", "nodes", "mbit", "size", "method", "density", "values")
+        same = ("model", "nodes", "per_host", "mbit", "size", "method", "density", "values")
         plain = [{k: v for k, v in row.items() if k not in same} for row in rows]
         html += rows_table(cell, [{"method": n, **row} for n, row in zip(names, plain, strict=True)])
     return html, charts

@@ -13,7 +13,7 @@ from typing import Any
 from rtopk.tools.report.inputs import Record, is_going_on
 from rtopk.tools.show import palette
 from rtopk.tools.show.intervals import half_width, welch
-from rtopk.tools.show.labels import with_compression
+from rtopk.tools.show.palette import with_compression
 
 POINTS = 150  # of a curve on the page; more can neither be seen nor kept small
 

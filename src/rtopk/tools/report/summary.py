@@ -5,16 +5,19 @@ compared is the distance of a method from dense, so both distances are given.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rtopk.studies.train.config import command
+from rtopk.studies.config import command
 from rtopk.tools.report.plots import STAGES, spent
-from rtopk.tools.report.series import Estimate, Series, difference, estimate
+from rtopk.tools.report.series import Estimate, Series, difference
+
+Panels = Mapping[str, Sequence[Series]]
+WAYS = ("sent", "received")
 
 
-def what_was_run(panels: Mapping[str, Sequence[Series]], tuning: int = 0) -> str:
+def what_was_run(panels: Panels, tuning: int = 0) -> str:
     """Describe the runs in a sentence or two."""
     runs = [run for series in panels.values() for one in series for run in one.runs]
     if not runs:
@@ -89,9 +92,6 @@ def _span(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-Panels = Mapping[str, Sequence[Series]]
-
-
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table; the first cell of a row is its header, wide ones scroll on their own."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
@@ -107,68 +107,67 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -
     )
 
 
-def methods(panels: Panels) -> str:
-    """Return score, interval, bytes and what they are against dense, a table for each panel."""
+def _per_panel(
+    panels: Panels,
+    caption: str,
+    columns: Sequence[str],
+    row: Callable[[Series, Series | None], list[str]],
+) -> str:
+    """Return a table for each panel. `row` gets a series and the panel's dense one; an empty row is left out."""
     parts = []
     for panel, series in panels.items():
         measured = [one for one in series if one.measured]
-        if not measured:
-            continue
         dense = next((one for one in measured if one.is_dense), None)
-        columns = [
-            "method", f"{measured[0].metric}, mean and 95 % interval", "seeds", "bytes sent per node and round",
-            "times fewer than dense", "rounds done",
-        ]  # fmt: skip
-        rows = []
-        for one in measured:
-            sent = one.over_runs(lambda run: run["sent_bytes_per_round"])
-            less = f"{dense.over_runs(lambda run: run['sent_bytes_per_round']) / sent:,.1f}" if dense else "–"
-            done = min(run["final"]["round"] for run in one.measured)
-            rounds = f"{done:,}" + (f" of {one.config['rounds']:,}" if one.going_on else "")
-            rows.append([one.label, str(one.score()), str(one.score().count), f"{sent:,.0f}", less, rounds])
-        parts.append(table(panel, columns, rows))
+        rows = [cells for one in measured if (cells := row(one, dense))]
+        if rows:
+            named = [column.format(metric=measured[0].metric) for column in columns]
+            parts.append(table(panel + caption, named, rows))
     return "".join(parts)
+
+
+def methods(panels: Panels) -> str:
+    """Return score, interval, bytes and what they are against dense, a table for each panel."""
+    columns = [
+        "method", "{metric}, mean and 95 % interval", "seeds", "bytes sent per node and round",
+        "times fewer than dense", "rounds done",
+    ]  # fmt: skip
+
+    def row(one: Series, dense: Series | None) -> list[str]:
+        sent, score = one.over_runs(_sent), one.score()
+        less = f"{dense.over_runs(_sent) / sent:,.1f}" if dense else "–"
+        done = min(run["final"]["round"] for run in one.measured)
+        rounds = f"{done:,}" + (f" of {one.config['rounds']:,}" if one.going_on else "")
+        return [one.label, str(score), str(score.count), f"{sent:,.0f}", less, rounds]
+
+    return _per_panel(panels, "", columns, row)
 
 
 def ledger(panels: Panels) -> str:
     """Return the bytes of each direction, measured on the payloads, a table for each panel."""
-    columns = [
-        "method", "sent a round", "received a round", "rounds", "sent in all", "received in all",
-    ]  # fmt: skip
-    names = ("sent_bytes", "received_bytes")
-    parts = []
-    for panel, series in panels.items():
-        rows = []
-        for one in (one for one in series if one.measured):
-            rounds = _mean(one, "round")
-            each = [one.over_runs(lambda run, n=f"{name}_per_round": run[n]) for name in names]  # type: ignore[misc]
-            found = (*each, rounds, *(_mean(one, name) for name in names))
-            rows.append([one.label, *(f"{value:,.0f}" for value in found)])
-        if rows:
-            parts.append(table(f"{panel}: bytes of one node, by direction", columns, rows))
-    return "".join(parts)
+    columns = ["method", "sent a round", "received a round", "rounds", "sent in all", "received in all"]
 
+    def row(one: Series, dense: Series | None) -> list[str]:
+        each = (one.over_runs(lambda run, way=way: run[f"{way}_bytes_per_round"]) for way in WAYS)  # type: ignore[misc]
+        whole = (
+            one.over_runs(lambda run, name=name: run["final"][name])  # type: ignore[misc]
+            for name in ("round", "sent_bytes", "received_bytes")
+        )
+        return [one.label, *(f"{value:,.0f}" for value in (*each, *whole))]
 
-def _mean(one: Series, name: str) -> float:
-    return one.over_runs(lambda run: run["final"][name])
+    return _per_panel(panels, ": bytes of one node, by direction", columns, row)
 
 
 def times(panels: Panels) -> str:
     """Return where the time of a round goes, a table for each panel; empty where no run measured it."""
-    columns = ["method", *STAGES, "whole round, all nodes"]
-    what = "milliseconds a round: gradient and compress of one node, exchange and apply of all"
-    parts = []
-    for panel, series in panels.items():
-        rows = []
-        for one in series:
-            found = spent(one) if one.measured else {}
-            if found:
-                cells = [f"{found[stage] or 0.0:.2f}" for stage in STAGES]
-                whole = estimate([1000 * run["seconds"] / run["final"]["round"] for run in one.measured]).mean
-                rows.append([one.label, *cells, f"{whole:.2f}"])
-        if rows:
-            parts.append(table(f"{panel}: {what}", columns, rows))
-    return "".join(parts)
+
+    def row(one: Series, dense: Series | None) -> list[str]:
+        found = spent(one)
+        whole = one.over_runs(lambda run: 1000 * run["seconds"] / run["final"]["round"])
+        cells = [*(found.get(stage) or 0.0 for stage in STAGES), whole]
+        return [one.label, *(f"{cell:.2f}" for cell in cells)] if found else []
+
+    what = ": milliseconds a round: gradient and compress of one node, exchange and apply of all"
+    return _per_panel(panels, what, ["method", *STAGES, "whole round, all nodes"], row)
 
 
 def environment(panels: Panels) -> str:

@@ -1,1 +1,1 @@
-"""Palette, labels, intervals, tables and the terminal: what studies and tools show, the same everywhere."""
+"""Palette, intervals and the terminal: what studies and tools show, the same everywhere."""

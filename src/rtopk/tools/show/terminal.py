@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, and the progress of many runs."""
+"""What commands print: tables (on the terminal and in Markdown), JSON, and the progress of runs."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +28,21 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]] = (), 
     return laid
 
 
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str | None]], right: bool = True) -> list[str]:
+    """Return the lines of a table; the first column is aligned left, the others right if asked. None is empty.
+
+    >>> print(*markdown(["method", "bytes"], [["top-k", "12"], ["dense", None]]), sep="\\n")
+    | method | bytes |
+    | --- | ---: |
+    | top-k | 12 |
+    | dense | |
+    """
+    rule = ["---", *["---:" if right else "---"] * (len(heads) - 1)]
+    return [
+        "|" + "".join(" |" if cell is None else f" {cell} |" for cell in row) for row in (heads, rule, *rows)
+    ]
+
+
 def make_progress() -> Progress:
     """Make a progress display on stderr, so that stdout stays clean; in a log or a pipe there is none."""
     return Progress(
@@ -38,6 +53,14 @@ def make_progress() -> Progress:
         console=errors,
         disable=not errors.is_terminal,
     )
+
+
+@contextmanager
+def counted(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show one bar; yield what is called after each of its steps."""
+    with make_progress() as progress:
+        bar = progress.add_task(name, total=total)
+        yield lambda: progress.advance(bar)
 
 
 @contextmanager

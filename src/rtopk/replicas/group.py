@@ -1,0 +1,267 @@
+"""The tensors that compete for one selection: all of a model, or one parameter.
+
+A group collects the gradients of its tensors, makes the payload, and can undo the whole step: the previous state
+of its memory is kept until the exchange has succeeded on every rank. A memory that accepts gradients in parts gets
+each tensor's as it arrives. Otherwise (clipping, loss scaling, other memories, idle tensors) they are joined first.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rtopk.aggregate import Mean, RunningMean, average_sparse
+from rtopk.kernels import NotFiniteError
+from rtopk.layout import Layout
+from rtopk.memory import clip, give_back, restore, snapshot_of
+from rtopk.sparse import SparseVector
+from rtopk.sparsifier import Sparsifier
+
+SPARSE_BELOW = 1 / 8  # of d; above it a dense mean is cheaper than the union of the positions
+
+
+class TensorNotFiniteError(ValueError):
+    """A gradient, or its sum with the memory, is not finite; `name` is the first such tensor."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is not finite")
+        self.name = name
+
+
+class Group:
+    """Named tensors, the sparsifier of their joint vector, and how to undo a step."""
+
+    def __init__(
+        self, layout: Layout, sparsifier: Sparsifier, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.sparsifier = sparsifier
+        self.dtype = dtype
+        self._device = device
+        self.bounds = dict(
+            zip(layout.names, zip(layout.offsets, layout.offsets[1:], strict=False), strict=True)
+        )
+        self._offsets = torch.tensor(layout.offsets)
+        # Allocates the memory, so that a state is complete from the start.
+        sparsifier.memory.add(torch.zeros(layout.size, dtype=dtype, device=device))
+        self._gradient = torch.empty(0)  # of several tensors, joined; of one tensor, in place
+        self._in_parts = False  # in this round the memory gets each gradient as it arrives
+        self._before: Mapping[str, Tensor] | None = None  # the memory before this step
+
+    def begin(self, plain: bool) -> None:
+        """Begin a round; `plain`: every tensor takes part, and gradients are used unchanged."""
+        self.rollback()  # a round that was interrupted
+        self._in_parts = plain and getattr(self.sparsifier.memory, "in_parts", False)
+        if self._in_parts:
+            self._before = snapshot_of(self.sparsifier.memory)
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Take the gradient of a tensor; it must not change until `compress`."""
+        begin, end = self.bounds[name]
+        if self._in_parts:
+            self.sparsifier.memory.put(begin, gradient)  # type: ignore[attr-defined]
+        elif len(self.bounds) == 1:
+            self._gradient = gradient.reshape(-1).to(self.dtype)
+        else:
+            if not self._gradient.numel():
+                self._gradient = torch.zeros(self.layout.size, dtype=self.dtype, device=gradient.device)
+            self._gradient[begin:end].view(gradient.shape).copy_(gradient)
+
+    def compress(
+        self, step: int, scale: float, idle: AbstractSet[str], clip_norm: float | None = None
+    ) -> Tensor:
+        """Return the payload of the gradients, divided by `scale` and clipped.
+
+        The memory of `idle` tensors, which took no part in this step, is neither sent nor changed.
+        """
+        spans = [self.bounds[name] for name in self.layout.names if name in idle]
+        try:
+            if self._in_parts:
+                return self._compress_parts(spans, step)
+            for idle_name in idle & self.bounds.keys():
+                shape = self.layout.shapes[self.layout.names.index(idle_name)]
+                self.put(idle_name, torch.zeros(shape, dtype=self.dtype, device=self._device))
+            gradient = self._gradient if scale == 1.0 else self._gradient / scale
+            if clip_norm is not None:
+                gradient = clip(gradient, clip_norm)
+            self._before = snapshot_of(self.sparsifier.memory)
+            return (
+                self._compress_without(spans, gradient, step)
+                if spans
+                else self.sparsifier.compress(gradient, step)
+            )
+        except ValueError as error:
+            name = self._not_finite(error)
+            if name is None:
+                raise
+            raise TensorNotFiniteError(name) from error
+
+    def _not_finite(self, error: ValueError) -> str | None:
+        """Return the tensor that an error is about; a memory from elsewhere may not say that it is about one."""
+        if isinstance(error, NotFiniteError):
+            index = error.index
+        else:
+            bad = (~self._gradient.isfinite()).nonzero()
+            if not bad.numel():
+                return None
+            index = int(bad[0, 0])
+        return next(name for name, (_, end) in self.bounds.items() if index < end)
+
+    def _compress_parts(self, spans: list[tuple[int, int]], step: int) -> Tensor:
+        """Compress gradients that the memory has already; the residual of some spans is set aside."""
+        kept = {} if self._before is None else self._before
+        for begin, end in spans:
+            self.sparsifier.memory.put(begin, -kept["residual"][begin:end])  # type: ignore[attr-defined]
+        payload = self.sparsifier.compress(None, step)
+        for begin, end in spans:
+            places = torch.arange(begin, end, device=kept["residual"].device)
+            self._give_back(places, kept["residual"][begin:end])
+        return payload
+
+    def _compress_without(self, spans: list[tuple[int, int]], gradient: Tensor, step: int) -> Tensor:
+        """Compress while the memory of some spans is set aside."""
+        memory = self.sparsifier.memory
+        before, without, gradient = memory.state_dict(), memory.state_dict(), gradient.clone()
+        for begin, end in spans:
+            for tensor in (gradient, *without.values()):
+                tensor[begin:end] = 0.0
+        memory.load_state_dict(without)
+        payload = self.sparsifier.compress(gradient, step)
+        after = memory.state_dict()
+        for name, tensor in after.items():
+            for begin, end in spans:
+                tensor[begin:end] = before[name][begin:end]
+        memory.load_state_dict(after)
+        return payload
+
+    def blank(self, step: int) -> Tensor:
+        """Return an empty payload of the size that this step has on every rank."""
+        codec, size = self.sparsifier.codec, self.layout.size
+        return torch.zeros(codec.capacity(size, self.sparsifier.entries(size, step)), dtype=torch.uint8)
+
+    def is_sparse(self, step: int, ranks: int) -> bool:
+        """Return whether the mean of a step stays sparse, which is cheaper if few entries arrive."""
+        size = self.layout.size
+        return ranks * self.sparsifier.entries(size, step) < SPARSE_BELOW * size
+
+    def clear(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients to zero, as `write` expects for a sparse mean."""
+        for name in self.bounds:
+            gradients[name].zero_()
+
+    def mean(
+        self, payloads: Sequence[Tensor], sparse: bool, mean: Mean, weights: Sequence[float] | None = None
+    ) -> Tensor | SparseVector:
+        """Decode the ranks' payloads and return their mean; a dense one holds one decoded payload at a time."""
+        decode = partial(self.sparsifier.codec.decode, size=self.layout.size)
+        if sparse:
+            return average_sparse([decode(payload) for payload in payloads], mean, weights)
+        running = RunningMean(self.layout.size, mean, weights is not None)
+        for rank, payload in enumerate(payloads):
+            running.add(decode(payload), 1.0 if weights is None else weights[rank])
+        return running.result()
+
+    def write(
+        self,
+        mean: Tensor | SparseVector,
+        scale: float,
+        gradients: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
+    ) -> None:
+        """Write the mean, times `scale`, into the gradients; for a sparse mean they must be `clear`ed.
+
+        `held` is the mean of an earlier exchange; it is added to a dense mean.
+        """
+        if isinstance(mean, Tensor):
+            for name in self.bounds.keys() & held.keys():
+                self._part(mean, name, held[name]).add_(held[name] / scale)
+        self._keep_excess_(mean, scale, gradients)
+        if isinstance(mean, Tensor):
+            if scale != 1.0:
+                mean = mean * scale
+            for name, (begin, end) in self.bounds.items():
+                gradients[name].copy_(mean[begin:end].view(gradients[name].shape))
+            return
+        values = mean.values if scale == 1.0 else mean.values * scale
+        for (name, (begin, end)), here in zip(self.bounds.items(), self._spans(mean), strict=True):
+            gradient = gradients[name]
+            flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
+            places = (mean.indices[here] - begin).to(flat.device)
+            flat.scatter_(0, places, values[here].to(flat))
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
+
+    def _spans(self, mean: SparseVector) -> list[slice]:
+        """Return where each tensor's entries lie among those of a sparse mean."""
+        cuts = torch.searchsorted(mean.indices, self._offsets.to(mean.indices.device)).tolist()
+        return [slice(begin, end) for begin, end in pairwise(cuts)]
+
+    def _keep_excess_(
+        self, mean: Tensor | SparseVector, scale: float, gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Clamp the mean to the range of the gradients' dtypes (65,504 in fp16); the excess goes to the residual.
+
+        Every rank puts the same excess back, and its mean over the ranks is the excess.
+        """
+        values = mean if isinstance(mean, Tensor) else mean.values
+        limits = {name: torch.finfo(gradients[name].dtype).max for name in self.bounds}
+        widest = torch.finfo(values.dtype).max
+        if all(limit >= widest for limit in limits.values()):
+            return
+        spans = (
+            [slice(*span) for span in self.bounds.values()] if isinstance(mean, Tensor) else self._spans(mean)
+        )
+        for limit, here in zip(limits.values(), spans, strict=True):
+            bounded = values[here].clamp(-limit / scale, limit / scale)
+            excess = values[here] - bounded
+            over = excess.nonzero()[:, 0]
+            if over.numel():
+                values[here] = bounded
+                places = over + here.start if isinstance(mean, Tensor) else mean.indices[here][over]
+                self._give_back(places, excess[over])
+
+    def put_back(self, held: Mapping[str, Tensor], scale: float) -> None:
+        """Return unused means to the residual: all ranks do, and the mean over them is the same."""
+        for name in self.bounds.keys() & held.keys():
+            flat = (held[name] / scale).reshape(-1)
+            self._give_back(torch.arange(flat.numel(), device=flat.device) + self.bounds[name][0], flat)
+
+    def _give_back(self, places: Tensor, values: Tensor) -> None:
+        give_back(self.sparsifier.memory, SparseVector(places, values.to(self.dtype), self.layout.size))
+
+    def _part(self, vector: Tensor, name: str, like: Tensor) -> Tensor:
+        begin, end = self.bounds[name]
+        return vector[begin:end].view(like.shape)
+
+    def rollback(self) -> None:
+        """Restore the memory to what it was before this round."""
+        if self._before is not None:
+            restore(self.sparsifier.memory, self._before)
+        self._before = None
+
+    def commit(self) -> None:
+        """Make this step final."""
+        self._before = None
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the memory as of the last step that is final: kind -> parameter -> tensor."""
+        # What the current step has sent may never arrive.
+        memory = self.sparsifier.memory.state_dict() if self._before is None else self._before
+        return {
+            kind: {name: part.clone() for name, part in self.layout.unflatten(vector).items()}
+            for kind, vector in memory.items()
+        }
+
+    def fit(self, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the flat memory of a state, checked; changes nothing."""
+        own = self.sparsifier.memory.state_dict()
+        if set(state) != set(own):
+            raise ValueError(f"state holds {sorted(state)}, this memory needs {sorted(own)}; use its options")
+        flat = {kind: self.layout.flatten(tensors).to(own[kind]) for kind, tensors in state.items()}
+        for kind, vector in flat.items():
+            if not bool(vector.isfinite().all()):
+                raise ValueError(f"{kind} of the state is not finite; use an older checkpoint")
+        return flat

@@ -1,0 +1,246 @@
+"""One round of exchange: from the gradients of a backward pass to messages, and back.
+
+An engine puts gradients into a round as they become ready, and says when to send: one message at the end of
+backward (scope "global") or one for each bucket during it (scope "bucket"). Messages are sent in the same order on
+all ranks. When the round ends, all ranks know the same: either all take the step, all skip it, or all raise.
+
+The size of a message follows from the density. While that may change, a header is exchanged when the round begins,
+and messages follow once all ranks are known to have the same density.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rtopk.codec import PayloadError
+from rtopk.replicas import control
+from rtopk.replicas.control import Control, GradientNotFinite
+from rtopk.replicas.group import Group, TensorNotFiniteError
+from rtopk.transport import Exchange
+
+if TYPE_CHECKING:
+    from rtopk.replicas.state import State
+
+log = logging.getLogger("rtopk")
+
+
+@dataclass
+class Message:
+    """A message in flight: the payloads of some groups, one after the other."""
+
+    groups: list[Group]
+    sizes: list[int]  # bytes of each group's payload
+    names: list[str]  # tensors of which a byte at the end says whether they took part
+    exchange: Exchange
+
+
+class Round:
+    """What has been collected and sent so far."""
+
+    def __init__(self, state: "State") -> None:
+        self.state = state
+        self.scale = state.scale
+        self.opening: Exchange | None = None  # of the headers, before any message
+        self.messages: list[Message] = []
+        self.held: dict[str, Tensor] = {}  # means of an earlier round, in these gradients too
+        self.used: set[str] = set()  # tensors that took part on any rank, once it is over, if the engine asks
+        self.failure: Exception | None = None  # of this rank, raised once the others know
+        self.verdict: Exception | None = (
+            None  # an error that all ranks know before the first message; none is sent
+        )
+        self.selection_seconds = self.exchange_seconds = 0.0
+        plain = self.scale == 1.0 and not state.may_be_idle and state.options.clip_norm is None
+        for group in state.groups:
+            group.begin(plain)
+        density, status = 0.0, control.FINE
+        try:
+            density = state.ask()
+        except Exception as error:
+            self.failure, status = error, control.FAILED
+        if not state.settled:
+            self.opening = state.transport.start(Control(state.step, status, 0, density, self.scale).pack())
+
+    def put(self, name: str, gradient: Tensor, held: Tensor | None = None) -> None:
+        """Take the gradient of a tensor; it must not change until it is sent.
+
+        `held` is the mean of an earlier round that the gradient of the parameter still holds, besides this one.
+        """
+        if held is not None:
+            self.held[name] = held
+        self.state.group_of[name].put(name, gradient)
+
+    def send(self, groups: list[Group], idle: set[str]) -> None:
+        """Send the payloads of some groups in one message; `idle` tensors took no part in this backward."""
+        self._open()
+        if self.verdict is not None:
+            return
+        started, state = time.perf_counter(), self.state
+        holds = any(name in self.held for group in groups for name in group.bounds)
+        status, culprit, weights = control.HOLDS if holds else control.FINE, 0, 0
+        try:
+            payloads = [
+                group.compress(state.step, self.scale, idle, state.options.clip_norm) for group in groups
+            ]
+        except Exception as error:
+            # Whatever the error, the other ranks wait for a message of this size: report it there.
+            payloads = [group.blank(state.step) for group in groups]
+            if isinstance(error, TensorNotFiniteError):
+                status, culprit = control.NOT_FINITE, state.layout.names.index(error.name)
+            else:
+                status, self.failure = control.FAILED, error
+        if state.verifies and not self.messages:
+            weights = control.hash_weights(state.tensors.values())
+        header = Control(state.step, status, culprit, state.density(state.step), self.scale, weights).pack()
+        names = [name for group in groups for name in group.layout.names] if state.tells_use else []
+        used = torch.tensor([name not in idle for name in names], dtype=torch.uint8)
+        message = torch.cat([part.to(payloads[0].device) for part in (header, *payloads, used)])
+        self.selection_seconds += time.perf_counter() - started
+        sizes = [payload.numel() for payload in payloads]
+        self.messages.append(Message(groups, sizes, names, state.transport.start(message)))
+
+    def _open(self) -> None:
+        """Wait for the headers, if any, and find out whether messages can follow."""
+        if self.opening is None or self.messages or self.verdict is not None:
+            return
+        waiting = time.perf_counter()
+        headers = self.opening.wait()
+        self.exchange_seconds += time.perf_counter() - waiting
+        try:
+            self._read_headers(headers)
+            self.state.settled = self.state.step >= self.state.options.settled_from
+        except Exception as error:
+            self.verdict = error
+
+    def finish(self, gradients: Mapping[str, Tensor]) -> None:
+        """Wait for the messages and write the mean into the gradients; or make them NaN, and skip or raise."""
+        started, state = time.perf_counter(), self.state
+        plain = self.failure is None and self.verdict is None and not self.held
+        sparse = {g: plain and g.is_sparse(state.step, state.world_size) for g in state.groups}
+        try:
+            for group in state.groups:
+                if sparse[group]:
+                    group.clear(gradients)  # while messages are in flight
+            waiting = time.perf_counter()
+            arrived = [message.exchange.wait() for message in self.messages]  # [message][rank]
+            waited = time.perf_counter() - waiting
+        except Exception:
+            for group in state.groups:
+                group.rollback()
+            raise
+        refusal, error = "", None
+        try:
+            refusal = self._judge(arrived)
+        except Exception as found:
+            error = found
+        refusal, error = state.settle(refusal, error)
+        try:
+            if error is not None:
+                raise error
+            if refusal:
+                self._skip(refusal, gradients)
+            else:
+                self._average(arrived, sparse, gradients)
+        except Exception as found:
+            self._give_up(gradients)
+            raise_after_backward(found)
+        else:
+            self._measure(waited, time.perf_counter() - started - waited)
+
+    def _read_headers(self, messages: list[Tensor]) -> list[Control]:
+        """Return the ranks' headers; raise if one has failed or they are not at the same point."""
+        if self.failure is not None:
+            raise self.failure
+        controls = [Control.unpack(message) for message in messages]
+        for rank, said in enumerate(controls):
+            if said.status == control.FAILED:
+                raise RuntimeError(f"rank {rank} failed to compress in step {self.state.step}; see its error")
+        control.agree(controls)
+        return controls
+
+    def _judge(self, arrived: list[list[Tensor]]) -> str:
+        """Return why this round must be skipped, or an empty string; raise if the ranks cannot continue."""
+        if self.verdict is not None:
+            raise self.verdict
+        return "; ".join(
+            f"the gradient of {self.state.layout.names[said.tensor]} is not finite on rank {rank}"
+            for messages in arrived
+            for rank, said in enumerate(self._read_headers(messages))
+            if said.status == control.NOT_FINITE
+        )
+
+    def _average(
+        self, arrived: list[list[Tensor]], sparse: Mapping[Group, bool], gradients: Mapping[str, Tensor]
+    ) -> None:
+        state = self.state
+        for message, ranks in zip(self.messages, arrived, strict=True):
+            begin = control.SIZE
+            for group, size in zip(message.groups, message.sizes, strict=True):
+                payloads = [payload[begin : begin + size] for payload in ranks]
+                begin += size
+                try:
+                    mean = group.mean(payloads, sparse[group], state.mean, state.options.weights)
+                except PayloadError as error:
+                    raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
+                group.write(mean, self.scale, gradients, self.held)
+            if message.names:
+                took_part = torch.stack([payload[begin:] for payload in ranks]).any(0).tolist()
+                self.used |= {name for name, here in zip(message.names, took_part, strict=True) if here}
+        for group in state.groups:
+            group.commit()
+        state.written.note(state.parameters.values(), skipped=False)
+        state.step += 1
+        state.skipping, state.skips_in_a_row = False, 0
+
+    def _skip(self, refusal: str, gradients: Mapping[str, Tensor]) -> None:
+        """Undo the round on this rank, as all others do; raise if the options say so."""
+        state, most = self.state, self.state.options.max_skips
+        state.refusal = f"step {state.step}: {refusal}"
+        if state.options.on_nonfinite == "raise":
+            raise GradientNotFinite(f"{state.refusal}; nothing was changed on any rank")
+        state.skips_in_a_row += 1
+        if state.skips_in_a_row >= most:
+            raise GradientNotFinite(
+                f"{state.refusal}; {state.skips_in_a_row} rounds in a row could not be used, and max_skips is "
+                f"{most}; nothing was changed on any rank"
+            )
+        self._give_up(gradients)
+        state.skipped += 1
+        log.warning("all ranks skip this step. %s", state.refusal)
+
+    def _give_up(self, gradients: Mapping[str, Tensor]) -> None:
+        """Restore this rank to before the round; its gradients become NaN, as in plain DDP."""
+        for group in self.state.groups:
+            group.rollback()
+            group.put_back(self.held, self.scale)
+        for gradient in gradients.values():
+            gradient.fill_(float("nan"))  # GradScaler expects it
+        self.state.written.note(self.state.parameters.values(), skipped=True)
+        self.state.skipping = True
+
+    def _measure(self, waited: float, averaging: float) -> None:
+        exchanges = [message.exchange for message in self.messages]
+        exchanges += [self.opening] if self.opening is not None else []
+        sent = sum(exchange.size for exchange in exchanges)
+        self.state.measure(
+            bytes_sent=sent,
+            bytes_received=sum(exchange.arrived.numel() for exchange in exchanges) - sent,
+            selection_seconds=self.selection_seconds,
+            exchange_seconds=self.exchange_seconds + waited,
+            averaging_seconds=averaging,
+        )
+
+
+def raise_after_backward(error: Exception) -> None:
+    """Raise an error after this backward is over: raised in a hook, it would leave DDP broken."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def fail() -> None:
+        raise error
+
+    # DDP queues the end of backward when the hook returns; what a callback queues runs after that.
+    engine.queue_callback(lambda: engine.queue_callback(fail))

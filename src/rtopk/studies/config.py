@@ -1,0 +1,204 @@
+"""A configuration: all that decides a run, as plain values; and the command line that repeats it.
+
+Every record and checkpoint holds one."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from torch import nn
+
+from rtopk.aggregate import Mean
+from rtopk.codec import Codec
+from rtopk.layout import Layout, nothing, one_dimensional
+from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from rtopk.schedule import Schedule, check_density, constant, warm_up
+from rtopk.select import METHODS as RULES
+from rtopk.select import Rule
+
+Setting = Literal["distributed", "federated"]
+MemoryName = Literal["error-feedback", "momentum-correction", "none"]
+RateSchedule = Literal["constant", "cosine", "piecewise", "zaremba"]
+Split = Literal["iid", "contiguous", "dirichlet", "class"]
+Part = Literal["test", "validation"]
+
+
+# "dense" is top-k of everything, and powersgd sends matrices instead of entries; all others are rules.
+def methods() -> tuple[str, ...]:
+    """Name every method, rules from elsewhere among them."""
+    return ("dense", *RULES, "powersgd")
+
+
+# Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
+ADDED = {"threshold": 0.0, "matrix_rank": 0}
+
+
+def option(default: Any, text: str) -> Any:
+    """Make a field that is an option of the command line too, with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Describe one run. Rounds, batches and densities are per node and round."""
+
+    task: str = option("digits", "What to learn, e.g. digits, cifar10-small, ptb-small.")
+    method: str = option("rtop-k", f"One of {', '.join(methods())}.")
+    setting: Setting = option("distributed", "distributed (a round per batch) or federated.")
+    seed: int = option(0, "The same seed repeats a run to the bit.")
+    nodes: int = option(5, "Number of nodes.")
+    rounds: int = option(1000, "Number of exchanges.")
+    batch: int = option(32, "Examples per node and step.")
+    local_steps: int = option(0, "Federated: steps a round; 0 is an epoch.")
+
+    density: float = option(0.01, "Part of the entries that is sent: k / d.")
+    dense_biases: bool = option(False, "Send 1-D tensors whole.")
+    r_over_k: float = option(0.0, "rTop-k: r / k; 0 is the number of nodes.")
+    threshold: float = option(0.0, "threshold: least magnitude that is sent.")
+    matrix_rank: int = option(0, "powersgd: columns of each factor.")
+    values: str = option("fp32", "fp32, fp16, bf16, int8, 4bit or 2bit.")
+    memory: MemoryName = option("error-feedback", "error-feedback, momentum-correction or none.")
+    masking: bool = option(True, "Momentum correction: forget velocity sent.")
+    mean: Mean = option("nodes", "Average over all nodes, or over the received.")
+    weighted: bool = option(False, "Weigh nodes by their examples.")
+    warm_up: int = option(0, "Rounds in which the density falls.")
+    warm_up_start: float = option(0.25, "Density at the first round.")
+
+    learning_rate: float = option(0.02, "At the start.")
+    rate_schedule: RateSchedule = option("cosine", "constant, cosine, piecewise or zaremba.")
+    momentum: float = option(0.9, "At the centre, unless corrected at nodes.")
+    weight_decay: float = option(0.0, "Where the optimizer is.")
+    clip_norm: float = option(0.0, "Bound on the mean gradient; 0 is none.")
+
+    split: Split = option("iid", "iid, contiguous, dirichlet or class.")
+    alpha: float = option(0.5, "Dirichlet: the smaller, the less alike.")
+    part: Part = option("test", "Evaluate on test, or on validation for tuning.")
+    evaluate_every: int = option(100, "Rounds between evaluations.")
+
+    def __post_init__(self) -> None:
+        choices = {
+            n: get_args(kind) for n, kind in get_type_hints(Config).items() if get_origin(kind) is Literal
+        }
+        for name, allowed in {"method": methods(), **choices}.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("nodes", "rounds", "batch", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("local_steps", "warm_up", "weight_decay", "clip_norm", "r_over_k"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_density(self.density)
+        self._check_method()
+        self.make_codec(0)  # refuses values that it does not know
+        if not self.learning_rate > 0.0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if not self.alpha > 0.0:
+            raise ValueError(f"alpha must be positive, got {self.alpha}")
+        if self.setting == "federated" and self.memory == "momentum-correction":
+            raise ValueError(
+                "momentum-correction corrects momentum across batches; in the federated setting momentum is "
+                "local to a round: use memory error-feedback or none"
+            )
+        if self.setting == "distributed" and self.local_steps:
+            raise ValueError(f"local_steps is for the federated setting, got {self.local_steps}")
+
+    def _check_method(self) -> None:
+        for name, method in (("threshold", "threshold"), ("matrix_rank", "powersgd")):
+            value = getattr(self, name)
+            if self.method == method and not value > 0:
+                raise ValueError(f"{name} must be positive for method {method}, got {value}")
+            if self.method != method and value:
+                raise ValueError(f"{name} must be 0 for method {self.method}, got {value}: it is {method}'s")
+        if self.method == "powersgd" and (
+            self.memory == "momentum-correction" or self.warm_up or self.dense_biases
+        ):
+            raise ValueError(
+                "powersgd must have memory error-feedback or none, warm_up 0 and dense_biases off: "
+                "it sends tensors of one dimension whole in any case"
+            )
+
+    @property
+    def corrects_momentum(self) -> bool:
+        """Say whether the nodes, not the centre, carry the momentum."""
+        return self.memory == "momentum-correction"
+
+    def make_selector(self) -> Rule:
+        """Build the rule for which entries are sent."""
+        rule = RULES["top-k" if self.method == "dense" else self.method]
+        return rule.for_run(self.nodes, self.r_over_k, self.threshold)
+
+    def make_memory(self) -> Memory:
+        """Build one node's memory."""
+        if self.corrects_momentum:
+            return MomentumCorrection(self.momentum, masking=self.masking)
+        keeps = self.memory == "error-feedback" and self.method != "dense"  # dense has nothing to keep
+        return ErrorFeedback() if keeps else NoMemory()
+
+    def make_density(self) -> Schedule:
+        """Build the density as a function of the round."""
+        if self.method == "dense":
+            return constant(1.0)
+        if not self.warm_up or self.warm_up_start <= self.density:
+            return constant(self.density)
+        return warm_up(self.density, self.warm_up, self.warm_up_start)
+
+    def make_layout(self, model: nn.Module) -> Layout:
+        """Lay out a model's parameters."""
+        return Layout.of(model, dense=one_dimensional if self.dense_biases else nothing)
+
+    def make_codec(self, fingerprint: int) -> Codec:
+        """Build the codec that all nodes share."""
+        return Codec(self.values, fingerprint=fingerprint)
+
+    def rate(self, round_: int) -> float:
+        """Return the learning rate of a round.
+
+        piecewise divides by ten at half and at three quarters; zaremba keeps it for 14 of 55 epochs and then
+        divides it by 1.15 every epoch (Zaremba et al.'s large model).
+        """
+        done = round_ / self.rounds
+        if self.rate_schedule == "zaremba":
+            return self.learning_rate / 1.15 ** max(0, 55 * round_ // self.rounds - 13)
+        if self.rate_schedule == "cosine":
+            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+        if self.rate_schedule == "piecewise":
+            return self.learning_rate * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
+        return self.learning_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain values."""
+        return dataclasses.asdict(self)
+
+    @property
+    def key(self) -> str:
+        """Name this configuration, seed included, in 16 hexadecimal digits."""
+        values = {n: v for n, v in self.to_dict().items() if n not in ADDED or v != ADDED[n]}
+        text = json.dumps(values, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def command(config: Mapping[str, Any], program: str = "rtopk train") -> str:
+    """Return the command that runs the configuration again.
+
+    >>> command({**Config().to_dict(), "density": 0.001, "dense_biases": True, "masking": False})
+    'rtopk train --density 0.001 --dense-biases --no-masking'
+    """
+    words = program.split()
+    for one in dataclasses.fields(Config):
+        value = config.get(one.name, one.default)
+        if value == one.default:
+            continue
+        flag = one.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", shlex.quote(str(value))]
+    return " ".join(words)
