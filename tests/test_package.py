@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIPPED = (
     "rtopk/py.typed",

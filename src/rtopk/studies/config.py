@@ -35,7 +35,7 @@ def methods() -> tuple[str, ...]:
 
 
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
-ADDED = {"threshold": 0.0, "matrix_rank": 0}
+ADDED = {"threshold": 0.0, "matrix_rank": 0, "flush": False}
 
 
 def option(default: Any, text: str) -> Any:
@@ -68,6 +68,7 @@ class Config:
     weighted: bool = option(False, "Weigh nodes by their examples.")
     warm_up: int = option(0, "Rounds in which the density falls.")
     warm_up_start: float = option(0.25, "Density at the first round.")
+    flush: bool = option(False, "Send everything, residual included, in the last round.")
 
     learning_rate: float = option(0.02, "At the start.")
     rate_schedule: RateSchedule = option("cosine", "constant, cosine, piecewise or zaremba.")
@@ -146,9 +147,13 @@ class Config:
         """Build the density as a function of the round."""
         if self.method == "dense":
             return constant(1.0)
-        if not self.warm_up or self.warm_up_start <= self.density:
-            return constant(self.density)
-        return warm_up(self.density, self.warm_up, self.warm_up_start)
+        falls = self.warm_up and self.warm_up_start > self.density
+        usual: Schedule = (
+            warm_up(self.density, self.warm_up, self.warm_up_start) if falls else constant(self.density)
+        )
+        if not self.flush:
+            return usual
+        return lambda round_: 1.0 if round_ == self.rounds - 1 else usual(round_)
 
     def make_layout(self, model: nn.Module) -> Layout:
         """Lay out a model's parameters."""

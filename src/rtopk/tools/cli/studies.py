@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtopk.tools.cli.options import set_environment
+from rtopk.tools.cli.options import set_environment, wrong_use
 from rtopk.tools.show.intervals import plus_minus
 
 if TYPE_CHECKING:
@@ -58,15 +58,13 @@ def reproduce(
     from rtopk.tools.show.terminal import console, print_json, runs_progress
     from rtopk.tools.show.terminal import table as lay_out
 
-    try:
+    with wrong_use():
         if bool(table) == bool(study):
             raise ValueError("name one of --table 1 to 5 and --study")
         chosen = ablations.study(study) if study else paper.table(table)
         size = paper.check_scale(scale)
         if size not in chosen.setups:
             raise ValueError(f"a study has the scales {', '.join(chosen.setups)}, got {scale!r}")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     wanted = [row for row in chosen.rows if rows in ("all", "paper") or rows in row.label]
     groups = [[row for row in wanted if row.paper is not None]]
     if rows != "paper":
@@ -132,10 +130,10 @@ def tables(
     from rtopk.studies.paper.results import draw_figure, insert, render_all
     from rtopk.tools.show.terminal import errors
 
-    try:
+    with wrong_use():
         size = check_scale(scale)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        if not results.is_dir():
+            raise ValueError(f"--results must be a folder of records, and there is no folder {results}")
     text = render_all(size, results)
     if write is None:
         print(text)

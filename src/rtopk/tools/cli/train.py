@@ -12,7 +12,7 @@ import typer
 
 from rtopk.studies.config import Config
 from rtopk.studies.federation import Federation
-from rtopk.tools.cli.options import options_of, set_environment
+from rtopk.tools.cli.options import options_of, set_environment, wrong_use
 
 
 @options_of(Config)
@@ -32,10 +32,8 @@ def train(
     a node: torchrun --nproc-per-node 4 -m rtopk train --nodes 4.
     """
     set_environment(data_dir, tensorboard=tensorboard)
-    try:
+    with wrong_use():
         config = Config(**fields)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     folder = out or Path("runs") / f"train-{config.key}"
     _run(config, folder, resume, threads, as_json)
 
@@ -224,11 +222,9 @@ def _federate(
     from rtopk.tools.show.terminal import console, make_progress, print_json
 
     own = {name: fields.pop(name) for name in _CONFIG}
-    try:
+    with wrong_use():
         config = Config(setting="federated", evaluate_every=own["rounds"], **own)
         federation = Federation(config=config, compressed=not plain, **fields)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     folder = out or Path("runs") / f"fed-{engine}-{config.key}"
     with make_progress() as progress:
         bar = progress.add_task(f"{engine} {config.task}", total=config.rounds)

@@ -257,7 +257,13 @@ def serve(paths: Sequence[Path], port: int, tell: Callable[[str], None]) -> None
     live = Live(paths)
     live.now()  # what cannot be read is said before a server starts
     handler = type("LiveHandler", (Handler,), {"live": live})
-    with ThreadingHTTPServer((HOST, port), handler) as server:
+    try:
+        server = ThreadingHTTPServer((HOST, port), handler)
+    except OSError as error:
+        raise OSError(
+            f"cannot serve at {HOST}:{port}: {error.strerror}; --port 0 takes a free one"
+        ) from error
+    with server:
         server.daemon_threads = True
         tell(f"http://{HOST}:{server.server_port}/")
         server.serve_forever(poll_interval=0.2)
