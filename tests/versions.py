@@ -2,7 +2,8 @@
 
 Each argument is TORCH@PYTHON, such as 2.6@3.10. For each, one after the other, an environment is made in a
 temporary folder, the library's tests run in it, and it is removed again: the wheels of one torch take several GB.
-Prints a line for each, in Markdown, and exits with 1 if one failed.
+KEEP=FOLDER keeps the environments there, for a second try. Prints a row of a table for each, in Markdown, and exits
+with 1 if a test failed.
 """
 
 import os
@@ -21,8 +22,8 @@ TESTS = [
     "tests/wire", "tests/local", "tests/ddp", "tests/fsdp",
 ]  # fmt: skip
 NEEDS = [
-    "pytest", "hypothesis", "scikit-learn", "tensorboard", "zstandard", "lightning", "accelerate", "typer", "rich",
-    "setuptools<81",  # tensorboard and older lightning import pkg_resources
+    "pytest", "hypothesis", "coverage", "scikit-learn", "tensorboard", "zstandard", "lightning", "accelerate",
+    "typer", "rich", "setuptools<81",  # older tensorboards import pkg_resources
 ]  # fmt: skip
 
 
@@ -35,39 +36,39 @@ def interpreter(version: str) -> str:
     raise SystemExit(f"there is no python{version}; install it, or leave it out of VERSIONS")
 
 
-def attempt(torch: str, python: str) -> tuple[bool, str]:
-    """Make the environment, run the tests in it, remove it; return whether all passed, and a row of the table."""
-    with tempfile.TemporaryDirectory(prefix=f"rtopk-{torch}-{python}-") as folder:
-        tree, own = Path(folder) / "tree", str(Path(folder) / "venv" / "bin" / "python")
-        shutil.copytree(
-            ROOT, tree, ignore=shutil.ignore_patterns(".*", "runs", "site", "results", "__pycache__")
-        )
-        subprocess.run([interpreter(python), "-m", "venv", Path(folder) / "venv"], check=True)
-        pip = [own, "-m", "pip", "--disable-pip-version-check"]
+def attempt(torch: str, python: str, folder: Path) -> tuple[bool, str]:
+    """Run the tests in an environment in a folder, made if need be; return whether all passed, and a row."""
+    tree, environment = folder / "tree", folder / "venv"
+    own = str(environment / "bin" / "python")
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "runs", "site", "results", "__pycache__"))
+    pip = [own, "-m", "pip", "--disable-pip-version-check"]
+    if not environment.exists():
+        subprocess.run([interpreter(python), "-m", "venv", environment], check=True)
         install = ["install", "--quiet", "--no-cache-dir", f"torch=={torch}.*", *NEEDS, "-e", str(tree)]
         subprocess.run([*pip, *install], check=True)
-        # Warnings are errors with the versions that we pin; other versions bring other warnings.
-        options = ["-q", "-W", "default", *os.environ.get("PYTEST_ARGS", "").split()]
-        done = subprocess.run(
-            [own, "-m", "pytest", *options, *TESTS], cwd=tree, text=True, stdout=subprocess.PIPE, check=False
-        )
-        print(done.stdout, flush=True)
-        listed = subprocess.run(
-            [*pip, "list", "--format", "freeze"], capture_output=True, text=True, check=True
-        )
-        versions = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
-        counts = re.sub(r"^=+ | =+$| in .*", "", done.stdout.strip().splitlines()[-1])
-        row = (versions["torch"], python, versions["numba"], versions["numpy"], counts)
-        return done.returncode == 0, f"| {' | '.join(row)} |"
+    # Warnings are errors with the versions that we pin; other versions bring other warnings.
+    options = ["-q", "-W", "default", "-o", "addopts=--strict-markers -m 'not slow'"]
+    done = subprocess.run(
+        [own, "-m", "pytest", *options, *TESTS], cwd=tree, text=True, stdout=subprocess.PIPE, check=False
+    )
+    print(done.stdout, flush=True)
+    listed = subprocess.run([*pip, "list", "--format", "freeze"], capture_output=True, text=True, check=True)
+    versions = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
+    counts = re.sub(r"^=+ | =+$| in .*", "", done.stdout.strip().splitlines()[-1])
+    row = (versions["torch"], python, versions["numba"], versions["numpy"], counts)
+    return done.returncode == 0, f"| {' | '.join(row)} |"
 
 
 def main() -> None:
     """Try every pair."""
     lines, failed = ["| torch | Python | numba | numpy | tests |", "| --- | --- | --- | --- | --- |"], False
+    kept = os.environ.get("KEEP")
     for pair in sys.argv[1:]:
         torch, _, python = pair.partition("@")
         started = time.monotonic()
-        passed, line = attempt(torch, python)
+        with tempfile.TemporaryDirectory(prefix="rtopk-") as folder:
+            passed, line = attempt(torch, python, Path(kept) / pair if kept else Path(folder))
         print(
             f"{pair}: {'passed' if passed else 'FAILED'} after {time.monotonic() - started:.0f} s", flush=True
         )
