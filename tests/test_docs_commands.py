@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rtopk.tools.cli import app
+from rtopk.tools.cli import Deferred, app
 from test_readme import PAGES, ROOT, blocks
 from tools.report.records import a_table
 
@@ -86,6 +86,7 @@ def test_command_is_parsed(line):
     context = command.make_context("rtopk", words)
     while hasattr(command, "commands") and (words := [*context._protected_args, *context.args]):
         name, command, words = command.resolve_command(context, words)
+        command = command.command() if isinstance(command, Deferred) else command
         if hasattr(command, "commands") and not words:
             return  # a group by its name
         if any(param.required for param in command.params) and not words:

@@ -4,11 +4,14 @@ Every record and checkpoint holds one."""
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
@@ -32,6 +35,30 @@ Part = Literal["test", "validation"]
 def methods() -> tuple[str, ...]:
     """Name every method, rules from elsewhere among them."""
     return ("dense", *RULES, "powersgd")
+
+
+def add_rule(place: str) -> str:
+    """Import a rule from FILE:CLASS, here and in the processes that this one starts; return its method's name."""
+    file, _, name = place.rpartition(":")
+    path = Path(file).resolve()
+    if not file or not path.is_file():
+        raise ValueError(f"a rule must be FILE.py:CLASS, and there is no file {file or place!r}")
+    spec = importlib.util.spec_from_file_location(f"rtopk_rule_{path.stem}", path)
+    assert spec is not None  # a file that exists has one
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rule = getattr(module, name, None)
+    if not (isinstance(rule, type) and issubclass(rule, Rule) and rule.method):
+        raise ValueError(f'{place} must be a rule with a name: class {name}(rtopk.Rule, method="...")')
+    known = os.environ.get(ADDED_RULES, "").split("\n")
+    os.environ[ADDED_RULES] = "\n".join(filter(None, dict.fromkeys([*known, f"{path}:{name}"])))
+    return rule.method
+
+
+ADDED_RULES = "RTOPK_RULES"  # the variable that tells workers, a rule a line
+for _place in filter(None, os.environ.get(ADDED_RULES, "").split("\n")):
+    add_rule(_place)
 
 
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.

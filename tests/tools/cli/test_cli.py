@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -203,6 +204,7 @@ def test_demo_small(tmp_path):
     first = rtopk(*options)
     assert first.returncode == 0, first.stderr
     assert "distributed setting" in first.stdout
+    assert re.search(r"\d+ of 10 runs, \d+ % of the rounds, \d+ s passed, about \d+ s left", first.stderr)
     assert "rtop-k 99.9 %" in first.stdout
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert len(lines) == 10
@@ -221,6 +223,12 @@ def test_demo_small(tmp_path):
     by = {(row["setting"], row["method"], row["density"]): row for row in rows}
     assert by["distributed", "dense", 1.0]["sent_bytes_per_round"] >= 4 * 26_122
     assert by["distributed", "rtop-k", 0.01]["times_less"] > 30
+    for setting in ("distributed", "federated"):
+        slow, fast = (
+            by[(setting, *key)]["seconds_at_100_mbit"] for key in (("dense", 1.0), ("rtop-k", 0.01))
+        )
+        assert 8 * 1.6 * 4 * 26_122 / 100e6 < slow < 0.1  # five nodes all-reduce 1.6 times the gradient
+        assert fast < slow / 2
 
 
 def test_a_command_that_is_interrupted_ends_with_130(monkeypatch):

@@ -136,6 +136,13 @@ def _predict_ours(machine: Machine, work: Workload, link: Link, density: float, 
     return Prediction("rtopk", density, values, 1e3 * step, 1e3 * local, 1e3 * wire, payload, received)
 
 
+def transfer_seconds(machine: Machine, link: Link, payload: float, dense: bool) -> float:
+    """Return how long a round's payloads, of a measured size, take: all-reduced if dense, else all-gathered."""
+    n = link.nodes
+    received = payload * (2 * (n - 1) / n if dense else n - 1)
+    return _wire(machine, link, received, (2 if dense else 1) * (n - 1))
+
+
 def _wire(machine: Machine, link: Link, received: float, messages: int) -> float:
     """Return the seconds of a collective: the slower of link and software, and a delay for each message."""
     software = 1e-9 * machine.byte_ns * received * link.sharing

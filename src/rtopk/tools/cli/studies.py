@@ -188,6 +188,8 @@ def rivals(
     results: Path = RESULTS,
     work: Path = typer.Option(Path("runs/rivals"), help="Folder of runs under way."),
     picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
+    add: list[str] = typer.Option([], "--add", help="A rule of your own, FILE.py:CLASS; repeat."),
+    only: list[str] = typer.Option([], "--only", help="Only these methods, beside it; repeat."),
     recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     against: str | None = typer.Option(None, help="Show one method's score minus each other's, too."),
@@ -202,9 +204,11 @@ def rivals(
     round, its learning rate is tuned on validation data on one grid, and it
     runs on test data with every seed. A task takes one core for half an hour
     (imagenet) to three hours (ptb). The same command goes on where it stopped.
+
+    Your own rule: rtopk rivals --add mine.py:Mine --only top-k --only rtop-k
     """
-    from rtopk.studies.config import Config
-    from rtopk.studies.equal_bytes import PANELS, smoke_panel
+    from rtopk.studies.config import Config, add_rule
+    from rtopk.studies.equal_bytes import PANELS, smoke_panel, with_entrants
     from rtopk.studies.equal_bytes.fit import Runs, entrant_runs, note, run_together, side_by_side
     from rtopk.studies.equal_bytes.rivals_page import differences, grid, markdown, marks, score_against_budget
     from rtopk.studies.paper.results import insert
@@ -213,6 +217,9 @@ def rivals(
     if task not in PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(PANELS)}, got {task!r}")
     panels = [smoke_panel(panel) for panel in PANELS[task][-2:]] if smoke else list(PANELS[task])
+    with wrong_use():
+        added = [add_rule(place) for place in add]
+        panels = [with_entrants(panel, only, added) for panel in panels]
     if write is not None:
         insert(write.read_text(), "", *marks(task))  # now, not after an hour
     set_environment(data_dir, device)
