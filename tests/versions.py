@@ -2,8 +2,8 @@
 
 Each argument is TORCH@PYTHON, such as 2.6@3.10. For each, one after the other, an environment is made in a
 temporary folder, the library's tests run in it, and it is removed again: the wheels of one torch take several GB.
-KEEP=FOLDER keeps the environments there, for a second try. Prints a row of a table for each, in Markdown, and exits
-with 1 if a test failed.
+KEEP=FOLDER keeps the environments there, for a second try; TESTS="FILE ..." runs only some. Prints a row of a table
+for each, in Markdown, and exits with 1 if a test failed.
 """
 
 import os
@@ -45,12 +45,25 @@ def attempt(torch: str, python: str, folder: Path) -> tuple[bool, str]:
     pip = [own, "-m", "pip", "--disable-pip-version-check"]
     if not environment.exists():
         subprocess.run([interpreter(python), "-m", "venv", environment], check=True)
-        install = ["install", "--quiet", "--no-cache-dir", f"torch=={torch}.*", *NEEDS, "-e", str(tree)]
+        install = [
+            "install",
+            "--quiet",
+            "--no-cache-dir",
+            "--no-compile",
+            f"torch=={torch}.*",
+            *NEEDS,
+            "-e",
+            str(tree),
+        ]
         subprocess.run([*pip, *install], check=True)
     # Warnings are errors with the versions that we pin; other versions bring other warnings.
     options = ["-q", "-W", "default", "-o", "addopts=--strict-markers -m 'not slow'"]
     done = subprocess.run(
-        [own, "-m", "pytest", *options, *TESTS], cwd=tree, text=True, stdout=subprocess.PIPE, check=False
+        [own, "-m", "pytest", *options, *os.environ.get("TESTS", " ".join(TESTS)).split()],
+        cwd=tree,
+        text=True,
+        stdout=subprocess.PIPE,
+        check=False,
     )
     print(done.stdout, flush=True)
     listed = subprocess.run([*pip, "list", "--format", "freeze"], capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
