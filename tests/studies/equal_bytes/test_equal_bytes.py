@@ -136,19 +136,7 @@ def test_a_rule_from_a_file_of_ones_own_takes_part(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.setenv("RTOPK_RULES", "")
     monkeypatch.chdir(tmp_path)
-    command = [
-        "rivals",
-        "--add",
-        "mine.py:FirstK",
-        "--only",
-        "top-k",
-        "--smoke",
-        "--seeds",
-        "1",
-        "--jobs",
-        "1",
-        "--json",
-    ]
+    command = shlex.split("rivals --add mine.py:FirstK --only top-k --smoke --seeds 1 --jobs 1 --json")
     result = CliRunner().invoke(app, [*command, "--results", ".", "--work", "work"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
