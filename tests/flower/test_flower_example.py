@@ -59,7 +59,7 @@ def test_the_readmes_commands_as_printed(tmp_path):
                 ))  # fmt: skip
             time.sleep(20 if len(started) == 1 else 1)
         done = subprocess.run(["bash", "-c", run], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                              timeout=400)  # fmt: skip
+                              timeout=1500)  # fmt: skip
     finally:
         for process in started:
             with contextlib.suppress(ProcessLookupError):
