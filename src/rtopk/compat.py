@@ -17,7 +17,7 @@ if not hasattr(rtopk, "_ENGINES"):
         "delete that folder and install each into an environment of its own"
     )
 
-FSDP = (2, 13)  # the oldest torch whose FSDP2 calls the hook that `rtopk.fsdp` needs
+FSDP = (2, 13)  # the oldest torch that `rtopk.fsdp` was run with: it uses names of FSDP2 that are not public
 
 
 def version() -> tuple[int, int]:

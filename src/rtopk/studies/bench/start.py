@@ -1,8 +1,9 @@
 """How long it takes to start: help, imports and the first step, with and without compiled loops on disk.
 
-Everything is measured in new processes. The step is that of the DDP hook, on a model of a million parameters, from
-the start of backward to its end. "Cold" finds no compiled loops, as in a new container; "read-only" finds no folder
-to keep them in either. The operating system has the files of torch in memory: a first start from disk takes longer.
+Everything is measured in new processes, by the clock and in CPU seconds, which other load on the machine changes
+less. The step is that of the DDP hook, on a model of a million parameters, from the start of backward to its end.
+"Cold" finds no compiled loops, as in a new container; "read-only" finds no folder to keep them in either. The
+operating system has the files of torch in memory: a first start from disk takes longer.
 """
 
 import json
@@ -19,30 +20,34 @@ from pathlib import Path
 
 STEP = """
 import json, sys, time
-began = time.perf_counter()
+def now():
+    return time.perf_counter(), time.process_time()
+marks = [now()]
 import torch
 import torch.distributed as dist
-torch_ready = time.perf_counter()
+marks.append(now())
 import rtopk
 rtopk.ddp.register
-rtopk_ready = time.perf_counter()
+marks.append(now())
 rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
 network = torch.nn.Sequential(torch.nn.Linear(1000, 990), torch.nn.ReLU(), torch.nn.Linear(990, 10))
 model = torch.nn.parallel.DistributedDataParallel(network)
 rtopk.ddp.register(model, density=0.01)
-steps = []
+spans = list(zip(marks, marks[1:]))
 for step in range(3):
     loss = model(torch.randn(8, 1000)).square().mean()
     dist.barrier()
-    begin = time.perf_counter()
+    begin = now()
     loss.backward()
-    steps.append(time.perf_counter() - begin)
+    spans.append((begin, now()))
 dist.destroy_process_group()
-print(json.dumps({"import torch": torch_ready - began, "import rtopk after it": rtopk_ready - torch_ready,
-                  "first step": steps[0], "third step": steps[2]}))
+names = ["import torch", "import rtopk after it", "first step", "second step", "third step"]
+print(json.dumps({n: [b - a for a, b in zip(*span)] for n, span in zip(names, spans)}))
 """
+HELP = [sys.executable, "-m", "rtopk", "--help"]
+Times = tuple[float, float]  # by the clock, and of the processor
 
 
 @dataclass(frozen=True)
@@ -51,34 +56,49 @@ class Start:
 
     name: str
     seconds: float
+    cpu_seconds: float
     runs: int
 
 
 def measure(runs: int = 3, ranks: int = 8, tell: Callable[[str], None] = print) -> list[Start]:
     """Time everything, in turns."""
-    found: dict[str, list[float]] = {}
-
-    def note(name: str, seconds: float) -> None:
-        found.setdefault(name, []).append(seconds)
-
+    found: dict[str, list[Times]] = {}
+    many = f"first step, {ranks} ranks at once"
     for turn in range(runs):
         tell(f"turn {turn + 1} of {runs}")
-        for name, words in (("rtopk --help", ["-m", "rtopk", "--help"]), ("python -c ''", ["-c", ""])):
-            begin = time.perf_counter()
-            subprocess.run([sys.executable, *words], check=True, capture_output=True)
-            note(name, time.perf_counter() - begin)
+        found.setdefault("rtopk --help", []).append(_help())
         with tempfile.TemporaryDirectory() as folder:
-            for kind in ("cold", "warm"):
-                for name, seconds in _steps(1, folder).items():
-                    note(f"{name}, {kind}" if name == "first step" else name, seconds)
-        note("first step, read-only", _steps(1, None)["first step"])
+            cold, warm = _steps(1, folder), _steps(1, folder)
         with tempfile.TemporaryDirectory() as folder:
-            for kind in ("cold", "warm"):
-                note(f"first step, {ranks} ranks at once, {kind}", _steps(ranks, folder)["first step"])
-    return [Start(name, statistics.median(seconds), len(seconds)) for name, seconds in found.items()]
+            together = _steps(ranks, folder), _steps(ranks, folder)
+        for name, times in (
+            ("import torch", warm["import torch"]),
+            ("import rtopk after it", warm["import rtopk after it"]),
+            ("first step, cold", cold["first step"]),
+            ("first step, warm", warm["first step"]),
+            ("first step, read-only", _steps(1, None)["first step"]),
+            (f"{many}, cold", together[0]["first step"]),
+            (f"{many}, warm", together[1]["first step"]),
+            ("third step", warm["third step"]),
+        ):
+            found.setdefault(name, []).append(times)
+    return [
+        Start(
+            name, statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), len(times)
+        )
+        for name, times in found.items()
+    ]
 
 
-def _steps(ranks: int, cache: str | None) -> dict[str, float]:
+def _help() -> Times:
+    begin, used = time.perf_counter(), os.times()
+    subprocess.run(HELP, check=True, capture_output=True)
+    after = os.times()
+    cpu = after.children_user + after.children_system - used.children_user - used.children_system
+    return time.perf_counter() - begin, cpu
+
+
+def _steps(ranks: int, cache: str | None) -> dict[str, Times]:
     """Start so many ranks; return the times of the slowest."""
     with _package(cache is None) as source, tempfile.TemporaryDirectory() as meeting:
         environment = {**os.environ, "PYTHONPATH": source, "NUMBA_CACHE_DIR": cache or ""}
@@ -91,9 +111,10 @@ def _steps(ranks: int, cache: str | None) -> dict[str, float]:
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        told = [process.communicate(timeout=600)[0] for process in processes]
-    times = [json.loads(text) for text in told]
-    return {name: max(each[name] for each in times) for name in times[0]}
+        told = [json.loads(process.communicate(timeout=600)[0]) for process in processes]
+    return {
+        name: tuple(max(each) for each in zip(*(one[name] for one in told), strict=True)) for name in told[0]
+    }
 
 
 @contextmanager

@@ -155,8 +155,8 @@ def start(
     if as_json:
         print(json.dumps({"rows": [asdict(row) for row in found]}))
         return
-    cells = [[row.name, f"{row.seconds:.2f}"] for row in found]
-    console.print(table(f"Start-up, median of {runs}", ["", "seconds"], cells))
+    cells = [[row.name, f"{row.seconds:.2f}", f"{row.cpu_seconds:.2f}"] for row in found]
+    console.print(table(f"Start-up, median of {runs}", ["", "seconds", "CPU seconds"], cells))
 
 
 @app.command()
