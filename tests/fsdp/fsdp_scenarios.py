@@ -96,11 +96,39 @@ def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, r
         optimizer.zero_grad()
 
 
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+DENSE: dict[str, dict[str, Any]] = {
+    "global": {},
+    "bucket": {"scope": "bucket"},
+    "global, twice": {"loss": twice},
+    "bucket, accumulation": {"scope": "bucket", "loss": accumulating},
+    "bf16 parameters, fp32 reduction": {"how": {"mp_policy": LOW}},
+    "clipping": {"loop": clipping},
+    "tied": {"make": tied},
+}
+MORE_DENSE: dict[str, dict[str, Any]] = {
+    "bucket, twice": {"scope": "bucket", "loss": twice},
+    "global, accumulation": {"loss": accumulating},
+    "adamw": {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)},
+    "no resharding after forward": {"how": {"reshard_after_forward": False}},
+    "resharding after forward": {"how": {"reshard_after_forward": True}},
+    "activation checkpointing": {"make": checkpointed},
+    "compiled blocks": {"make": compiled},
+    "frozen": {"make": frozen},
+}
+
+
 def dense_is_native(at: Place) -> dict[str, Any]:
     """With density 1 the exchange is the mean that native hybrid sharding takes: same bits."""
-    mesh = meshes()
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found: dict[str, Any] = {}
+    return _against_native(at, DENSE)
+
+
+def more_dense_is_native(at: Place) -> dict[str, Any]:
+    return _against_native(at, MORE_DENSE)
+
+
+def _against_native(at: Place, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    mesh, found = meshes(), {}
 
     def compare(name: str, *, make: Any = net, how: Any = None, loop: Any = train, optimizer: Any = sgd,
                 loss: Any = None, **options: Any) -> None:  # fmt: skip
@@ -110,25 +138,14 @@ def dense_is_native(at: Place) -> dict[str, Any]:
             loop(model, optimizer(model), range(4), at.rank, **({"loss": loss} if loss else {}))
         found[name] = [weights(ours), weights(theirs)]
 
-    for scope in ("global", "bucket"):
-        compare(scope, scope=scope)
-        compare(f"{scope}, twice", scope=scope, loss=twice)
-        compare(f"{scope}, accumulation", scope=scope, loss=accumulating)
-    compare("adamw", optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
-    compare("bf16 parameters, fp32 reduction", how={"mp_policy": low})
-    compare("no resharding after forward", how={"reshard_after_forward": False})
-    compare("resharding after forward", how={"reshard_after_forward": True})
-    compare("clipping", loop=clipping)
-    compare("activation checkpointing", make=checkpointed)
-    compare("compiled blocks", make=compiled)
-    compare("frozen", make=frozen)
-    compare("tied", make=tied)
-    for scope in ("global", "bucket"):
-        models = [grouped(mesh["shard"]), grouped(mesh)]
-        rtopk.fsdp.register(models[0], mesh["replicate"], density=1.0, scope=scope)
-        for model in models:
-            train(model, sgd(model), range(4), at.rank)
-        found[f"{scope}, sharded together"] = [weights(model) for model in models]
+    for name, setting in settings.items():
+        compare(name, **setting)
+    scope = "global" if settings is DENSE else "bucket"
+    models = [grouped(mesh["shard"]), grouped(mesh)]
+    rtopk.fsdp.register(models[0], mesh["replicate"], density=1.0, scope=scope)
+    for model in models:
+        train(model, sgd(model), range(4), at.rank)
+    found[f"{scope}, sharded together"] = [weights(model) for model in models]
     return found
 
 
@@ -291,8 +308,9 @@ class Recomputing(nn.Sequential):
     """Recompute the first layers in a backward pass inside the backward pass."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = checkpoint(self[:4], inputs.requires_grad_(), use_reentrant=True)
-        return self[4:](hidden)
+        layers = list(self)  # a slice of this would be another of its kind
+        hidden = checkpoint(nn.Sequential(*layers[:4]), inputs.requires_grad_(), use_reentrant=True)
+        return nn.Sequential(*layers[4:])(hidden)
 
 
 def reentrant(at: Place) -> dict[str, Any]:
@@ -661,10 +679,10 @@ def _resumed(at: Place, scope: str, through: str, replicas: int = 2, step: int =
     return model, optimizer, state
 
 
-def second_half(at: Place, until: int = 10) -> dict[str, Any]:
+def second_half(at: Place, until: int = 10, scopes: tuple[str, ...] = ("global",)) -> dict[str, Any]:
     """As many steps again in fresh processes, from files and from DCP, against the reference over all."""
     found = {}
-    for scope in ("global", "bucket"):
+    for scope in scopes:
         expected = [None]
         if at.rank == 0:
             reference = Reference(net(), 2, 2, scope=scope)
@@ -685,7 +703,7 @@ def first_fifty(at: Place) -> dict[str, Any]:
 
 
 def last_fifty(at: Place) -> dict[str, Any]:
-    return second_half(at, 50)
+    return second_half(at, 50, ("global", "bucket"))
 
 
 def other_replicas(at: Place) -> dict[str, Any]:

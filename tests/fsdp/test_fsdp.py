@@ -46,15 +46,16 @@ def same(found: list[dict], name: str) -> None:
     assert found[0][name][0] == found[0][name][1], name
 
 
-DENSE = ["global", "bucket", "global, twice", "bucket, twice", "global, accumulation", "bucket, accumulation",
-         "adamw", "bf16 parameters, fp32 reduction", "no resharding after forward", "resharding after forward",
-         "clipping", "activation checkpointing", "compiled blocks", "frozen", "tied", "global, sharded together",
-         "bucket, sharded together"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*scenarios.DENSE, "global, sharded together"])
 def test_density_1_is_native_hybrid_sharding_to_the_bit(four: Results, name: str) -> None:
     same(clean(four, "dense_is_native"), name)
+
+
+@pytest.mark.slow
+def test_density_1_is_native_in_more_settings(shared: Path) -> None:
+    results = run(shared, "more", 4, [scenarios.more_dense_is_native])
+    for name in [*scenarios.MORE_DENSE, "bucket, sharded together"]:
+        same(clean(results, "more_dense_is_native"), name)
 
 
 def test_replicas_are_added_in_fp32_whatever_the_reduction_within_a_site(four: Results) -> None:
@@ -219,7 +220,7 @@ def resumed(four: Results, shared: Path) -> Results:
 WAYS = ["global, files", "global, dcp", "bucket, files", "bucket, dcp"]
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", WAYS[:2])
 def test_a_restart_changes_no_bit(resumed: Results, name: str) -> None:
     found = clean(resumed, "second_half")
     same(found, name)
