@@ -26,7 +26,7 @@ from torch import Tensor
 from rtopk.aggregate import Mean, RunningMean, average, average_sparse
 from rtopk.codec import HEADER, SHORT, Codec, PayloadError
 from rtopk.layout import Layout
-from rtopk.memory import ErrorFeedback, NoMemory, restore, snapshot_of
+from rtopk.memory import ErrorFeedback, NoMemory, give_back, restore, snapshot_of
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.seed import derive
 from rtopk.select import Rule, TopK
@@ -36,6 +36,7 @@ from rtopk.transport import AllGather, Swap, Transport
 
 ExchangeName = Literal["all-gather", "all-reduce"]
 OwnerDensity = float | Schedule | Literal["all"]
+Spans = Sequence[tuple[int, int]]  # begin and end of parts of a vector
 OWNER = "owner_residual"  # the name of an owner's residual in a state
 DIGEST = 8  # bytes
 
@@ -72,8 +73,11 @@ class Message(Protocol):
     def flags(self) -> list[Tensor]:
         """Return the flags of all ranks."""
 
-    def reduce(self) -> None:
-        """Do what must be done before the means are known; call it on all ranks or on none."""
+    def reduce(self, idle: Sequence[Spans]) -> None:
+        """Do what comes before the means; call it on all ranks or on none.
+
+        `idle` are the parts of each vector in which no rank takes part in this round: nothing is passed on there.
+        """
 
     def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector]:
         """Wait for the rest; return the mean of each vector."""
@@ -81,6 +85,8 @@ class Message(Protocol):
 
 class AllGathered:
     """Every node receives every payload: nothing is kept between rounds."""
+
+    keeps_for_all = False
 
     def __init__(self, transport: Transport, vector: Vector, codec: Codec) -> None:
         self.transport, self.vector, self.codec = transport, vector, codec
@@ -147,7 +153,7 @@ class _Gathering:
     def flags(self) -> list[Tensor]:
         return [parts[1] for parts in self._parts]
 
-    def reduce(self) -> None:
+    def reduce(self, idle: Sequence[Spans]) -> None:
         pass
 
     def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector]:
@@ -269,7 +275,9 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
 
 def _unpacked(message: Tensor, count: int) -> list[Tensor]:
     """Split a message of so many parts; zero bytes may follow them."""
-    sizes = message[: 8 * count].cpu().view(torch.int64).tolist() if message.numel() >= 8 * count else [-1]
+    sizes = [-1]
+    if message.numel() >= 8 * count:
+        sizes = message[: 8 * count].cpu().clone().view(torch.int64).tolist()  # aligned
     if min(sizes) < 0 or sum(sizes) > message.numel() - 8 * count:
         raise PayloadError(
             f"{message.numel()} bytes do not hold the {count} parts that they claim, {sizes[:8]}"
@@ -311,7 +319,7 @@ class Owner:
         self.sparsifier.memory.add(torch.zeros(head + tail))
         self._before: Mapping[str, Tensor] | None = None
 
-    def reduce(self, parts: Sequence[Tensor], step: int) -> Tensor:
+    def reduce(self, parts: Sequence[Tensor], step: int, idle: Spans = ()) -> Tensor:
         """Return what this owner passes on of the parts of all nodes, as a short payload."""
         vectors = [self.codec.decode_part(part, self.node) for part in parts]
         if self.received is not None:
@@ -319,8 +327,21 @@ class Owner:
             self.received.positions, mean = union.indices, union.to_dense()
         else:
             mean = average(vectors, self.vector.mean, self.vector.weights)
-        self._before = snapshot_of(self.sparsifier.memory)
-        return self.sparsifier.codec.shorten(self.sparsifier.compress(mean, step))
+        memory, self._before = self.sparsifier.memory, snapshot_of(self.sparsifier.memory)
+        waiting = [self._in(span) for span in idle] if self.vector.keeps else []
+        for part in waiting:
+            memory.subtract(part)
+        payload = self.sparsifier.compress(mean, step)
+        for part in waiting:
+            give_back(memory, part)
+        return self.sparsifier.codec.shorten(payload)
+
+    def _in(self, span: tuple[int, int]) -> SparseVector:
+        """Return the residual of the own entries in a span of the vector."""
+        own = self.shares.everything(self.node)
+        begin, end = torch.searchsorted(own, torch.tensor(span)).tolist()
+        residual = self.sparsifier.memory.state_dict()["residual"]
+        return SparseVector(torch.arange(begin, end), residual[begin:end], own.numel())
 
     def rollback(self) -> None:
         """Restore the residual to before the last reduction."""
@@ -357,6 +378,8 @@ def owners_codec(codec: Codec, dense_size: int, fixed: bool) -> Codec:
 
 class AllReduced:
     """Every node owns a share. `owner_density` is the part of all entries that the owners pass on together."""
+
+    keeps_for_all = True  # a rank may pass on entries that no rank sent in this round
 
     def __init__(
         self,
@@ -472,14 +495,14 @@ class _Reducing:
     def flags(self) -> list[Tensor]:
         return [note[DIGEST:] for note in self._swap.notes]
 
-    def reduce(self) -> None:
+    def reduce(self, idle: Sequence[Spans]) -> None:
         """Reduce the own share and start to pass it on; a failure is told to all ranks."""
         rooms = [exchange.rooms(self._step) for exchange in self._exchanges]
         message = torch.zeros(1, dtype=torch.uint8)  # a failure
         try:
             arrived = [_unpacked(part, len(rooms)) for part in self._swap.wait()]  # [rank][vector]
             owned = [
-                exchange.owners[0].reduce([parts[place] for parts in arrived], self._step)
+                exchange.owners[0].reduce([parts[place] for parts in arrived], self._step, idle[place])
                 for place, exchange in enumerate(self._exchanges)
             ]
             message = torch.cat([torch.ones(1, dtype=torch.uint8), _packed(owned)])

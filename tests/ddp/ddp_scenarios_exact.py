@@ -30,6 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "4bit_bucket": {"values": "4bit", "rounding": "stochastic", "scope": "bucket"},
     "half_of_all": {"density": 0.5},  # averaged by the dense way
     "schedule": {"density": rtopk.warm_up(0.05, steps=3)},
+    "all_reduce": {"exchange": "all-reduce"},
+    "all_reduce_bucket": {"exchange": "all-reduce", "scope": "bucket", "values": "4bit"},
 }
 MORE: dict[str, dict[str, Any]] = {
     "top_k": {"selector": TopK()},
@@ -40,6 +42,14 @@ MORE: dict[str, dict[str, Any]] = {
     "received_bucket": {"mean": "received", "scope": "bucket"},
     "seed": {"seed": 3},
     "int8": {"values": "int8"},
+    "all_reduce_received": {"exchange": "all-reduce", "mean": "received", "owner_density": 0.1},
+    "all_reduce_no_memory": {"exchange": "all-reduce", "memory": NoMemory, "mean": "nodes"},
+    "all_reduce_schedule": {
+        "exchange": "all-reduce",
+        "density": rtopk.warm_up(0.05, steps=3),
+        "weights": [1.0, 3.0],
+    },
+    "all_reduce_momentum": {"exchange": "all-reduce", "memory": MomentumCorrection, "values": "fp16"},
 }
 
 

@@ -96,7 +96,8 @@ class Round:
         if state.verifies and not self.messages:
             weights = control.hash_weights(state.tensors.values())
         header = Control(state.step, status, culprit, state.density(state.step), self.scale, weights).pack()
-        names = [name for group in groups for name in group.layout.names] if state.tells_use else []
+        tells = state.tells_use or (state.may_be_idle and groups[0].exchange.keeps_for_all)
+        names = [name for group in groups for name in group.layout.names] if tells else []
         used = torch.tensor([name not in idle for name in names], dtype=torch.uint8)
         self.selection_seconds += time.perf_counter() - started
         message = send([group.exchange for group in groups], header, used, payloads, state.step)
@@ -175,7 +176,13 @@ class Round:
     def _average(self, sparse: Mapping[Group, bool], gradients: Mapping[str, Tensor]) -> None:
         state = self.state
         for sent in self.messages:
-            sent.message.reduce()
+            took_part = torch.stack(sent.message.flags()).any(0).tolist()
+            used = {name for name, here in zip(sent.names, took_part, strict=True) if here}
+            idle = set(sent.names) - used
+            self.used |= used
+            sent.message.reduce(
+                [[group.bounds[n] for n in group.bounds if n in idle] for group in sent.groups]
+            )
         for sent in self.messages:
             try:
                 means = sent.message.means([sparse[group] for group in sent.groups])
@@ -183,9 +190,6 @@ class Round:
                 raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
             for group, mean in zip(sent.groups, means, strict=True):
                 group.write(mean, self.scale, gradients, self.held)
-            if sent.names:
-                took_part = torch.stack(sent.message.flags()).any(0).tolist()
-                self.used |= {name for name, here in zip(sent.names, took_part, strict=True) if here}
         for group in state.groups:
             group.commit()
         state.written.note(state.parameters.values(), skipped=False)
