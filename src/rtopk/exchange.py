@@ -273,6 +273,15 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.tensor([part.numel() for part in parts]).view(torch.uint8), *parts])
 
 
+def _bundled(parts: Sequence[Tensor]) -> Tensor:
+    """Join the parts of several vectors; a single one needs no table."""
+    return parts[0] if len(parts) == 1 else _packed(parts)
+
+
+def _unbundled(message: Tensor, count: int) -> list[Tensor]:
+    return [message] if count == 1 else _unpacked(message, count)
+
+
 def _unpacked(message: Tensor, count: int) -> list[Tensor]:
     """Split a message of so many parts; zero bytes may follow them."""
     sizes = [-1]
@@ -412,15 +421,19 @@ class AllReduced:
         for node, sent, got, own in zip(self.transport.local, parts, arrived, owned, strict=True):
             traffic.sent += (_bytes(sent) - sent[node].numel() + own.numel()) / len(owned)
             traffic.received += (_bytes(got) - got[node].numel() + total - own.numel()) / len(owned)
-        mean = self.join(everyone).to_dense()
+        mean = self.join(everyone, step).to_dense()
         self.commit()
         return mean, traffic
 
-    def join(self, owned: Sequence[Tensor]) -> SparseVector:
-        """Decode what the owners pass on."""
-        owners = zip(self._readers, owned, self.shares.sizes, strict=True)
+    def join(self, owned: Sequence[Tensor], step: int) -> SparseVector:
+        """Decode what the owners pass on; zero bytes may follow each payload."""
+        rooms = self.rooms(step) or [payload.numel() for payload in owned]
+        owners = zip(self._readers, owned, rooms, self.shares.sizes, strict=True)
         return self.shares.join(
-            [reader.decode(reader.lengthen(payload, size), size=size) for reader, payload, size in owners]
+            [
+                reader.decode(reader.lengthen(whole[:room], size), size=size)
+                for reader, whole, room, size in owners
+            ]
         )
 
     def rooms(self, step: int) -> list[int] | None:
@@ -476,7 +489,8 @@ class _Reducing:
         parts = [exchange.codec.parts(payload) for exchange, payload in zip(exchanges, payloads, strict=True)]
         digest = hashlib.blake2b(bytes(header.numpy()), digest_size=DIGEST).digest()
         note = torch.cat([torch.frombuffer(bytearray(digest), dtype=torch.uint8), flags.cpu()])
-        self._swap = Swap(transport, [_packed(to_rank) for to_rank in zip(*parts, strict=True)], note, _agree)
+        bundles = [_bundled(to_rank) for to_rank in zip(*parts, strict=True)]
+        self._swap = Swap(transport, bundles, note, _agree)
         self.sent, self.received = self._swap.sent, self._swap.received
         self._headers = [header] * transport.nodes
         if not _agree(self._swap.notes):
@@ -500,12 +514,12 @@ class _Reducing:
         rooms = [exchange.rooms(self._step) for exchange in self._exchanges]
         message = torch.zeros(1, dtype=torch.uint8)  # a failure
         try:
-            arrived = [_unpacked(part, len(rooms)) for part in self._swap.wait()]  # [rank][vector]
+            arrived = [_unbundled(part, len(rooms)) for part in self._swap.wait()]  # [rank][vector]
             owned = [
                 exchange.owners[0].reduce([parts[place] for parts in arrived], self._step, idle[place])
                 for place, exchange in enumerate(self._exchanges)
             ]
-            message = torch.cat([torch.ones(1, dtype=torch.uint8), _packed(owned)])
+            message = torch.cat([torch.ones(1, dtype=torch.uint8), _bundled(owned)])
         except Exception as error:
             self._failure = error
         if None in rooms:
@@ -513,7 +527,8 @@ class _Reducing:
             self._owned = lambda: everyone
             self._count(max(part.numel() for part in everyone))
         else:
-            size = 1 + 8 * len(rooms) + sum(max(room) for room in rooms if room is not None)
+            table = 8 * len(rooms) if len(rooms) > 1 else 0
+            size = 1 + table + sum(max(room) for room in rooms if room is not None)
             padded = torch.zeros(size, dtype=torch.uint8)
             padded[: message.numel()] = message
             self._owned = self._transport.start(padded).wait
@@ -528,8 +543,11 @@ class _Reducing:
             raise RuntimeError(
                 f"rank {', '.join(map(str, failed))} failed to reduce its share in step {self._step}; see its error"
             )
-        owned = [_unpacked(message[1:], len(sparse)) for message in messages]  # [rank][vector]
-        joint = [e.join([parts[place] for parts in owned]) for place, e in enumerate(self._exchanges)]
+        owned = [_unbundled(message[1:], len(sparse)) for message in messages]  # [rank][vector]
+        joint = [
+            exchange.join([parts[place] for parts in owned], self._step)
+            for place, exchange in enumerate(self._exchanges)
+        ]
         return [mean if few else mean.to_dense() for mean, few in zip(joint, sparse, strict=True)]
 
 
