@@ -10,7 +10,7 @@ from ddp_worker import Place
 from torch import Tensor
 
 import rtopk
-from rtopk import exchange as exchanges
+from rtopk.exchange.owner import Owner
 from rtopk.replicas import checkpoint
 
 HOW: dict[str, Any] = {"exchange": "all-reduce", "density": 0.05}
@@ -126,18 +126,18 @@ def owner_fails(at: Place) -> dict[str, Any]:
     model = net()
     state = rtopk.ddp.register(wrap(model), **HOW)
     train(state.model, sgd(model), range(2), at.rank)
-    before, real, found = bits(state.state_dict()), exchanges.Owner.reduce, {}
+    before, real, found = bits(state.state_dict()), Owner.reduce, {}
 
     def fail(*args: Any) -> Tensor:
         real(*args)
         raise MemoryError("no room")
 
-    exchanges.Owner.reduce = fail if at.rank == 1 else real  # type: ignore[method-assign]
+    Owner.reduce = fail if at.rank == 1 else real  # type: ignore[method-assign]
     try:
         loss_of(state.model, at.rank, 2).backward()
     except Exception as error:
         found["stopped"] = f"{type(error).__name__}: {error}"
-    exchanges.Owner.reduce = real  # type: ignore[method-assign]
+    Owner.reduce = real  # type: ignore[method-assign]
     found["unchanged"] = bits(state.state_dict()) == before
     inputs, _ = batch(at.rank, 3)
     (state.model(inputs).sum() * (float("nan") if at.rank == 2 else 1.0)).backward()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import laws
 from rtopk import Codec, ErrorFeedback, Layout, NoMemory, PayloadError, RTopK, SparseVector, Sparsifier, TopK
 from rtopk.aggregate import average
-from rtopk.exchange import AllReduced, PartsCodec, Shares, Vector, make_exchange
+from rtopk.exchange import AllReduced, Vector, make_exchange
+from rtopk.exchange.shares import PartsCodec, Shares
 from rtopk.schedule import constant
 from rtopk.seed import generator
 from rtopk.transport import InProcess
@@ -65,7 +66,7 @@ def test_every_entry_has_one_owner(size, nodes, data):
     assert torch.equal(joined.values, vector.values)
 
 
-@pytest.mark.parametrize("columns", [8, 64, 100, 512])
+@pytest.mark.parametrize("columns", [8, 64, 100, 512, 8 * 233, 8 * 377])
 def test_structure_does_not_fall_to_one_owner(columns):
     """A few columns hold all large entries, as outlier dimensions do; each of 8 owners gets its share of them."""
     rows = 800_000 // columns
