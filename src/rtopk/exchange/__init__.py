@@ -40,7 +40,7 @@ __all__ = [
     "send",
 ]
 
-ExchangeName = Literal["all-gather", "all-reduce"]
+ExchangeName = Literal["all-gather", "all-reduce", "auto"]  # what "auto" is, `defaults` says
 Exchange = AllGathered | AllReduced
 
 
@@ -48,10 +48,8 @@ def check_exchange(name: str, owner_density: OwnerDensity | None) -> None:
     """Raise ValueError for options of an exchange that make no sense."""
     if owner_density is None:
         return
-    if name == "all-gather":
-        raise ValueError(
-            f"owner_density is for exchange='all-reduce', got {owner_density!r} with 'all-gather'"
-        )
+    if name != "all-reduce":
+        raise ValueError(f"owner_density is for exchange='all-reduce', got {owner_density!r} with {name!r}")
     if isinstance(owner_density, str) and owner_density != "all":
         raise ValueError(f"owner_density must be in (0, 1], a schedule or 'all', got {owner_density!r}")
     if not isinstance(owner_density, str):

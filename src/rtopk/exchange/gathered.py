@@ -62,6 +62,8 @@ class AllGathered:
 class Gathering:
     """One collective: header, payloads and flags of every rank."""
 
+    waited = 0.0  # all waiting is for the headers
+
     def __init__(
         self, exchanges: Sequence[AllGathered], header: Tensor, flags: Tensor, payloads: Sequence[Tensor]
     ) -> None:

@@ -1,7 +1,9 @@
 """exchange="all-reduce": every node averages its share of the entries, and passes on the largest."""
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -131,8 +133,16 @@ class Reducing:
         if not _agree(self._swap.notes):
             self._headers = transport.exchange([header])
             self._count(header.numel())
+        self.waited = 0.0
         self._failure: Exception | None = None
         self._owned: Callable[[], list[Tensor]] = list
+
+    def _after(self, wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+        started = time.perf_counter()
+        try:
+            return wait()
+        finally:
+            self.waited += time.perf_counter() - started
 
     def _count(self, size: int) -> None:
         self.sent += size
@@ -151,7 +161,8 @@ class Reducing:
         rooms = [exchange.rooms(self._step) for exchange in self._exchanges]
         message = torch.zeros(1, dtype=torch.uint8)  # a failure
         try:
-            arrived = [unbundled(part, len(rooms)) for part in self._swap.wait()]  # [rank][vector]
+            parts = self._after(self._swap.wait)
+            arrived = [unbundled(part, len(rooms)) for part in parts]  # [rank][vector]
             owned = [
                 exchange.owners[0].reduce([parts[place] for parts in arrived], self._step, idle[place])
                 for place, exchange in enumerate(self._exchanges)
@@ -160,7 +171,7 @@ class Reducing:
         except Exception as error:
             self._failure = error
         if None in rooms:
-            everyone = self._transport.exchange_uneven(message)
+            everyone = self._after(partial(self._transport.exchange_uneven, message))
             self._owned = lambda: everyone
             self._count(max(part.numel() for part in everyone))
         else:
@@ -173,7 +184,7 @@ class Reducing:
 
     def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector]:
         """Wait for what the owners pass on; return the mean of each vector."""
-        messages = [message.cpu() for message in self._owned()]
+        messages = [message.cpu() for message in self._after(self._owned)]
         if self._failure is not None:
             raise self._failure
         failed = [rank for rank, message in enumerate(messages) if not message[0]]

@@ -39,6 +39,7 @@ class Message(Protocol):
 
     sent: int  # bytes
     received: int
+    waited: float  # seconds, inside `reduce` and `means`
 
     def headers(self) -> list[Tensor]:
         """Wait for the headers of all ranks; if they differ, the payloads may not have been sent."""

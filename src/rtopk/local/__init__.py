@@ -112,7 +112,7 @@ class LocalSGD(CommonWeights):
         self.mean: Mean = mean or defaults.mean(memory)
         keeps = getattr(memory, "keeps", True)
         self.exchange = make_exchange(
-            exchange,
+            defaults.exchange(self.world, exchange),
             self.transport,
             Vector(self.layout.size, self.layout.dense_size, self.mean, None, keeps, seed),
             Codec(values, fingerprint=self.layout.fingerprint),

@@ -74,6 +74,7 @@ class Options:
     weights: the ranks' weights in the mean, for instance their numbers of examples; equal by default.
     exchange: "all-gather": every rank receives all payloads, (n - 1) k entries. "all-reduce": every rank averages
         its share of the entries and passes on the largest, so that a rank receives about 2 k entries at any n.
+        "auto": all-reduce from 8 ranks on.
     owner_density: with "all-reduce", the part of all entries that is passed on: `density` by default, or "all",
         which passes on everything that was sent.
     clip_norm: clip each rank's gradient to this norm before it is added to the memory, as DGC does.
@@ -126,6 +127,7 @@ class Options:
             selector=_rule(self.selector, nodes),
             mean=defaults.mean(memory) if self.mean is None else self.mean,
             weights=None if self.weights is None else tuple(map(float, self.weights)),
+            exchange=defaults.exchange(nodes, self.exchange),
         )
         for name, allowed in CHOICES.items():
             if getattr(found, name) not in get_args(allowed):
@@ -133,7 +135,7 @@ class Options:
         for name, least in LEAST.items():
             if getattr(found, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(found, name)}")
-        check_exchange(self.exchange, self.owner_density)
+        check_exchange(found.exchange, self.owner_density)
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {self.clip_norm}")
         if found.weights is not None:

@@ -99,8 +99,10 @@ class Round:
         tells = state.tells_use or (state.may_be_idle and groups[0].exchange.keeps_for_all)
         names = [name for group in groups for name in group.layout.names] if tells else []
         used = torch.tensor([name not in idle for name in names], dtype=torch.uint8)
-        self.selection_seconds += time.perf_counter() - started
+        made = time.perf_counter()
+        self.selection_seconds += made - started
         message = send([group.exchange for group in groups], header, used, payloads, state.step)
+        self.exchange_seconds += time.perf_counter() - made
         self.messages.append(Sent(groups, names, message))
 
     def _open(self) -> None:
@@ -149,6 +151,7 @@ class Round:
             self._give_up(gradients)
             raise_after_backward(found)
         else:
+            waited += sum(sent.message.waited for sent in self.messages)
             self._measure(waited, time.perf_counter() - started - waited)
 
     def _read_headers(self, messages: list[Tensor]) -> list[Control]:

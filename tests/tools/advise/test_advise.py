@@ -137,8 +137,9 @@ def test_dense_is_recommended_where_it_wins():
     assert choose(predict(machine, work, Link(4, 100_000.0, 0.05))).choice.method == "dense"
     assert choose(predict(machine, work, Link(4, None))).choice.method == "dense"
     slow = choose(predict(machine, work, Link(4, 10.0, 0.1)))
-    assert slow.choice.method == "rtopk"
+    assert slow.choice.method == "rtopk-allreduce"  # a rank receives half of the bytes
     assert slow.choice.density == 0.001
+    assert slow.line.endswith('exchange="all-reduce")')
 
 
 def test_what_sends_more_is_preferred_where_it_is_nearly_as_fast():

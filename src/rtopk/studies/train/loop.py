@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rtopk import defaults
 from rtopk.exchange import OWNER, Vector, make_exchange
 from rtopk.local import CommonWeights
 from rtopk.memory import clip
@@ -94,7 +95,7 @@ class Run:
         shards = self.task.shards(config)
         self.weights = [float(len(shard)) for shard in shards] if config.weighted else None
         self.exchange = make_exchange(
-            config.exchange,
+            defaults.exchange(config.nodes, config.exchange),
             self.transport,
             Vector(
                 self.layout.size,
