@@ -170,6 +170,8 @@ def equals_reference(at: Place) -> dict[str, Any]:
         "top_k": {"selector": TopK()},
         "4bit": {"values": "4bit", "seed": 3},
         "momentum correction": {"memory": MomentumCorrection},
+        "all-reduce": {"exchange": "all-reduce"},
+        "all-reduce, bucket": {"exchange": "all-reduce", "scope": "bucket", "values": "4bit"},
     }
     found: dict[str, Any] = {}
     for name, options in variants.items():
@@ -194,8 +196,8 @@ def balance(at: Place) -> dict[str, Any]:
     """sent + residual = what came in, on every shard, with uneven shards and quantised values."""
     mesh = meshes()
     found = {}
-    for scope in ("global", "bucket"):
-        model, state = registered(mesh, None, scope=scope, values="4bit", density=0.02)
+    for scope, exchange in (("global", "all-gather"), ("bucket", "all-gather"), ("global", "all-reduce")):
+        model, state = registered(mesh, None, scope=scope, exchange=exchange, values="4bit", density=0.02)
         applied = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in state.tensors.items()}
         came = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in state.tensors.items()}
         plain = shard(net(), mesh["shard"])
@@ -209,12 +211,15 @@ def balance(at: Place) -> dict[str, Any]:
             plain.zero_grad()
             model.zero_grad()
         worst = 0.0
-        for name, residual in state.state_dict()["memory"]["residual"].items():
+        memory = state.state_dict()["memory"]
+        for name, residual in memory["residual"].items():
+            if "owner_residual" in memory:
+                residual = residual + 2 * memory["owner_residual"][name]  # it is kept for both replicas
             both = torch.stack([came[name], residual.double()])
             dist.all_reduce(both, group=mesh["replicate"].get_group())
             worst = max(worst, float(((both[0] - both[1]) / 2 - applied[name]).abs().max().nan_to_num()))
         entries = state.stats.entries
-        found[scope] = [worst, entries, state.layout.size]
+        found[scope if exchange == "all-gather" else exchange] = [worst, entries, state.layout.size]
     return found
 
 
@@ -232,8 +237,9 @@ def tiny(at: Place) -> dict[str, Any]:
         return nn.functional.mse_loss(model(inputs), targets[:, :1])
 
     found = {}
-    for scope in ("global", "bucket"):
-        ours, state = registered(mesh, one_row(), density=1.0, scope=scope)
+    for scope in ("global", "bucket", "all-reduce"):
+        how = {"exchange": scope} if scope == "all-reduce" else {"scope": scope}
+        ours, state = registered(mesh, one_row(), density=1.0, **how)
         theirs = native(mesh, one_row())
         for model in (ours, theirs):
             train(model, sgd(model), range(3), at.rank, loss)
@@ -246,7 +252,9 @@ def not_finite(at: Place) -> dict[str, Any]:
     """NaN in the gradient of one shard of one site: all four ranks skip that step and no other."""
     mesh, found = meshes(), {}
     for scope in ("global", "bucket"):
-        model, state = registered(mesh, scope=scope)
+        model, state = registered(
+            mesh, scope=scope, exchange="all-reduce" if scope == "global" else "all-gather"
+        )
         optimizer = sgd(model)
         train(model, optimizer, range(2), at.rank)
         before, residual = weights(model), bits(state.state_dict()["memory"])
@@ -652,6 +660,24 @@ def first_half(at: Place, until: int = 10) -> dict[str, Any]:
         dcp.save(_all_of(model, optimizer, state), checkpoint_id=str(folder / "dcp"))
         found[scope] = [weights(model), bits(residuals(state))]
     return found
+
+
+def owners_through_dcp(at: Place) -> dict[str, Any]:
+    """What owners keep goes through DCP: a new state trains on to the same bits."""
+    how = {"exchange": "all-reduce", "scope": "bucket"}
+    model, state = registered(meshes(), **how)
+    train(model, sgd(model), range(4), at.rank)
+    folder = str(at.folder / "fsdp-owners")
+    dcp.save({"model": model.state_dict(), "rtopk": state.sharded()}, checkpoint_id=folder)
+    again, other = registered(meshes(), net(seed=5), **how)
+    loaded = {"model": again.state_dict(), "rtopk": other.sharded()}
+    dcp.load(loaded, checkpoint_id=folder)
+    again.load_state_dict(loaded["model"])
+    same = bits(other.state_dict()) == bits(state.state_dict())
+    kept = sum(float(t.abs().sum()) for t in state.state_dict()["memory"]["owner_residual"].values())
+    for one in (model, again):
+        train(one, sgd(one), range(4, 6), at.rank)
+    return {"same": same, "kept": kept, "bits": [weights(model), weights(again)]}
 
 
 def _all_of(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ FOUR = [
     scenarios.refused,
     scenarios.interrupted,
     scenarios.reentrant,
+    scenarios.owners_through_dcp,
     scenarios.first_half,
 ]
 
@@ -64,7 +65,10 @@ def test_replicas_are_added_in_fp32_whatever_the_reduction_within_a_site(four: R
         assert 0.0 < rank["bf16"] < 0.01  # FSDP adds replicas in bf16, which keeps 8 bits
 
 
-@pytest.mark.parametrize("name", ["global", "bucket", "top_k", "4bit", "momentum correction"])
+REFERENCES = ["global", "bucket", "top_k", "4bit", "momentum correction", "all-reduce", "all-reduce, bucket"]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
 def test_equals_the_reference_on_the_shards(four: Results, name: str) -> None:
     found = clean(four, "equals_reference")
     same(found, name)
@@ -72,14 +76,21 @@ def test_equals_the_reference_on_the_shards(four: Results, name: str) -> None:
         assert rank[f"{name}, residual"][0] == rank[f"{name}, residual"][1]
 
 
-@pytest.mark.parametrize("scope", ["global", "bucket"])
+def test_what_owners_keep_goes_through_dcp(four: Results) -> None:
+    for rank in clean(four, "owners_through_dcp"):
+        assert rank["same"]
+        assert rank["kept"] > 0.0
+        assert rank["bits"][0] == rank["bits"][1]
+
+
+@pytest.mark.parametrize("scope", ["global", "bucket", "all-reduce"])
 def test_nothing_is_lost(four: Results, scope: str) -> None:
     for worst, entries, size in (rank[scope] for rank in clean(four, "balance")):
         assert worst < 1e-5
         assert entries < size / 4  # it was sparse
 
 
-@pytest.mark.parametrize("scope", ["global", "bucket"])
+@pytest.mark.parametrize("scope", ["global", "bucket", "all-reduce"])
 def test_a_shard_may_be_empty(four: Results, scope: str) -> None:
     found = clean(four, "tiny")
     same(found, scope)
