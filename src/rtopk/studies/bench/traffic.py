@@ -1,7 +1,8 @@
 """How much a node receives as nodes are added: the two exchanges beside PowerSGD, Ok-Topk's bound and dense.
 
-Every node takes a real gradient of its own batch, selects as the hook does and encodes; our bytes are those of the
-messages that would arrive at a node. Nodes are visited one after the other, so only what they send is held.
+Every node takes a real gradient, draws its entries as the hook does and encodes them; our bytes are those of the
+messages that would arrive at a node. Sixteen batches give the gradients in turn; draws differ between all nodes.
+Nodes are visited one after the other, so only what they send is held.
 """
 
 import statistics
@@ -29,6 +30,7 @@ from rtopk.tools.show.palette import style
 from rtopk.transport import InProcess
 
 NOTES = 16  # bytes: size and digest, from every other node before its part
+BATCHES = 16
 STATUS = 1  # byte of what an owner passes on
 
 
@@ -71,17 +73,21 @@ def count(plan: TrafficPlan, tell: Callable[[str], None] = lambda text: None) ->
             model = make()
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         layout = Layout.of(named.items())
-        chosen: dict[float, list[SparseVector]] = {density: [] for density in plan.densities}
-        for node in range(max(plan.nodes)):
-            tell(f"{name}: gradient {node + 1} of {max(plan.nodes)}")
-            found = torch.autograd.grad(loss(model, generator("traffic", name, node)), list(named.values()))
+        chosen: dict[float, dict[int, SparseVector]] = {density: {} for density in plan.densities}
+        most = max(plan.nodes)
+        for batch in range(min(BATCHES, most)):
+            tell(f"{name}: gradient {batch + 1} of {min(BATCHES, most)}")
+            found = torch.autograd.grad(loss(model, generator("traffic", name, batch)), list(named.values()))
             gradient = layout.flatten(dict(zip(named, found, strict=True)))
             for density in plan.densities:
-                chosen[density].append(_choose(gradient, density, node, layout))
+                by_node = {
+                    node: _choose(gradient, density, node, layout) for node in range(batch, most, BATCHES)
+                }
+                chosen[density] |= by_node
         for density in plan.densities:
             for nodes in plan.nodes:
                 tell(f"{name}, {100 * density:g} %: {nodes} nodes")
-                yield _row(plan, name, layout, density, chosen[density][:nodes])
+                yield _row(plan, name, layout, density, [chosen[density][node] for node in range(nodes)])
 
 
 def _choose(gradient: Tensor, density: float, node: int, layout: Layout) -> SparseVector:
