@@ -136,7 +136,7 @@ def link(
 
 
 @app.command()
-def traffic(
+def exchange(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
     quick: bool = typer.Option(False, "--quick", help="A small model and up to 32 nodes, in seconds."),
@@ -146,12 +146,12 @@ def traffic(
 
     Both exchanges, PowerSGD, Ok-Topk's bound and dense, on real gradients of ResNet-18 and of an LSTM.
     """
-    from rtopk.studies.bench import traffic as bench
+    from rtopk.studies.bench import exchange as bench
     from rtopk.tools.show import terminal
 
     with terminal.errors.status("") as status:
         tell = status.update if terminal.errors.is_terminal else terminal.errors.print
-        rows = list(bench.count(bench.QUICK if quick else bench.TrafficPlan(), tell))
+        rows = list(bench.count(bench.QUICK if quick else bench.ExchangePlan(), tell))
     if picture is not None:
         bench.draw(rows, picture)
     if as_json:

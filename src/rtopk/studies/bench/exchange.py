@@ -35,7 +35,7 @@ STATUS = 1  # byte of what an owner passes on
 
 
 @dataclass(frozen=True)
-class TrafficPlan:
+class ExchangePlan:
     """What to count."""
 
     models: tuple[str, ...] = ("resnet18", "lstm1500")
@@ -45,11 +45,11 @@ class TrafficPlan:
     mean: Mean = "nodes"
 
 
-QUICK = TrafficPlan(models=("small",), nodes=(2, 8, 32))
+QUICK = ExchangePlan(models=("small",), nodes=(2, 8, 32))
 
 
 @dataclass(frozen=True)
-class TrafficRow:
+class ExchangeRow:
     """Bytes that a node receives in a step."""
 
     model: str
@@ -64,7 +64,7 @@ class TrafficRow:
     dense: float
 
 
-def count(plan: TrafficPlan, tell: Callable[[str], None] = lambda text: None) -> Iterator[TrafficRow]:
+def count(plan: ExchangePlan, tell: Callable[[str], None] = lambda text: None) -> Iterator[ExchangeRow]:
     """Count every model, density and number of nodes."""
     for name in plan.models:
         make, loss = MODELS[name]
@@ -77,7 +77,7 @@ def count(plan: TrafficPlan, tell: Callable[[str], None] = lambda text: None) ->
         most = max(plan.nodes)
         for batch in range(min(BATCHES, most)):
             tell(f"{name}: gradient {batch + 1} of {min(BATCHES, most)}")
-            found = torch.autograd.grad(loss(model, generator("traffic", name, batch)), list(named.values()))
+            found = torch.autograd.grad(loss(model, generator("exchange", name, batch)), list(named.values()))
             gradient = layout.flatten(dict(zip(named, found, strict=True)))
             for density in plan.densities:
                 by_node = {
@@ -107,8 +107,8 @@ def _choose(gradient: Tensor, density: float, node: int, layout: Layout) -> Spar
 
 
 def _row(
-    plan: TrafficPlan, model: str, layout: Layout, density: float, vectors: Sequence[SparseVector]
-) -> TrafficRow:
+    plan: ExchangePlan, model: str, layout: Layout, density: float, vectors: Sequence[SparseVector]
+) -> ExchangeRow:
     nodes, size, tail = len(vectors), layout.size, layout.dense_size
     vector = Vector(size, tail, plan.mean, None, keeps=False, seed=0)
     codec = Codec(plan.values, fingerprint=layout.fingerprint, fixed=True, dense_size=tail)
@@ -119,7 +119,7 @@ def _row(
     arrives = parts.sum(0).double()  # (n,) at each owner
     gathered = statistics.mean(codec.capacity(size, len(chosen)) for chosen in vectors) + CONTROL_BYTES
     ring = 2 * (nodes - 1) / nodes
-    return TrafficRow(
+    return ExchangeRow(
         model, size, density, nodes,
         all_reduce=traffic.received + (nodes - 1) * (NOTES + STATUS),
         fullest=float(arrives.max() / arrives.mean()),
@@ -140,22 +140,22 @@ def _low_rank(shapes: Sequence[tuple[int, ...]]) -> int:
 HEADS = ["nodes", "all-reduce", "fullest owner", "all-gather", "powersgd-1", "Ok-Topk's bound", "dense"]
 
 
-def cells(row: TrafficRow) -> list[str]:
+def cells(row: ExchangeRow) -> list[str]:
     """Return a line of the table, in kB."""
     sizes = (row.all_gather, row.powersgd, row.ok_topk, row.dense)
     kilobytes = [f"{size / 1e3:,.1f}" for size in sizes]
     return [str(row.nodes), f"{row.all_reduce / 1e3:,.1f}", f"{row.fullest:.3f}", *kilobytes]
 
 
-def panels(rows: Sequence[TrafficRow]) -> dict[str, list[TrafficRow]]:
+def panels(rows: Sequence[ExchangeRow]) -> dict[str, list[ExchangeRow]]:
     """Sort rows by model and density."""
-    found: dict[str, list[TrafficRow]] = {}
+    found: dict[str, list[ExchangeRow]] = {}
     for row in rows:
         found.setdefault(f"{row.model} ({row.size / 1e6:.1f} M), {100 * row.density:g} %", []).append(row)
     return found
 
 
-def draw(rows: Sequence[TrafficRow], path: Path) -> None:
+def draw(rows: Sequence[ExchangeRow], path: Path) -> None:
     """Draw what a node receives against the number of nodes, a panel for each model and density."""
     from matplotlib.figure import Figure
 
@@ -182,6 +182,6 @@ def draw(rows: Sequence[TrafficRow], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def as_json(rows: Sequence[TrafficRow]) -> dict[str, Any]:
+def as_json(rows: Sequence[ExchangeRow]) -> dict[str, Any]:
     """Return the rows as one JSON object."""
     return {"rows": [asdict(row) for row in rows]}

@@ -1,10 +1,10 @@
-"""`rtopk bench traffic`: what a node receives, counted on messages."""
+"""`rtopk bench exchange`: what a node receives, counted on messages."""
 
 import json
 
 import pytest
 
-from rtopk.studies.bench.traffic import QUICK, TrafficPlan, count
+from rtopk.studies.bench.exchange import QUICK, ExchangePlan, count
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,12 @@ def test_owners_get_alike(rows):
 
 
 def test_the_command_prints_json_and_draws(rtopk, tmp_path):
-    ended = rtopk("bench", "traffic", "--quick", "--json", "--picture", tmp_path / "traffic.png")
+    ended = rtopk("bench", "exchange", "--quick", "--json", "--picture", tmp_path / "exchange.png")
     assert ended.returncode == 0, ended.stderr
     assert len(json.loads(ended.stdout)["rows"]) == len(QUICK.nodes) * len(QUICK.densities)
-    assert (tmp_path / "traffic.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "exchange.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_real_models_are_the_default():
-    assert TrafficPlan().models == ("resnet18", "lstm1500")
-    assert max(TrafficPlan().nodes) == 256
+    assert ExchangePlan().models == ("resnet18", "lstm1500")
+    assert max(ExchangePlan().nodes) == 256
