@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import logging
 import warnings
 import weakref
 from typing import Any
@@ -70,6 +71,46 @@ def _against_the_reference(at: Place, variants: dict[str, dict[str, Any]]) -> di
         train(state.model, sgd(model), range(STEPS), at.rank)
         expected = reference(net(), STEPS, at.world, **{**told.get(name, {}), **options})
         found[name] = [bits(model), bits(expected)]
+    return found
+
+
+def momentum_moves(at: Place) -> dict[str, Any]:
+    """The optimizer's momentum becomes the memory's; a checkpoint of before cannot bring it back unseen."""
+    logging.getLogger("rtopk").setLevel(logging.ERROR)
+    found: dict[str, Any] = {}
+    for nesterov in (False, True):
+        model, plain = net(), net()
+        optimizer = sgd(model, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
+        before = copy.deepcopy(optimizer.state_dict())
+        state = rtopk.ddp.register(wrap(model), 0.05, memory="momentum-correction", optimizer=optimizer)
+        held = (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["weight_decay"])
+        train(state.model, optimizer, range(3), at.rank)
+        optimizer.load_state_dict(before)
+        train(state.model, optimizer, range(3, 5), at.rank)
+        other = rtopk.ddp.register(
+            wrap(plain), 0.05, memory=lambda nesterov=nesterov: MomentumCorrection(0.8, nesterov=nesterov)
+        )
+        train(other.model, sgd(plain, weight_decay=0.01 / (1.0 - 0.8)), range(5), at.rank)
+        # What was saved with momentum 0 says what it was.
+        saved, again = copy.deepcopy(optimizer.state_dict()), sgd(net(), momentum=0.5)
+        again.load_state_dict(saved)
+        memory = rtopk.replicas.momentum.memory_for(again, lambda parameter: True)
+        state.return_momentum()
+        group = optimizer.param_groups[0]
+        found[str(nesterov)] = {
+            "held": held,
+            "bits": [bits(model), bits(plain)],
+            "again": memory().momentum,
+            "back": [group["momentum"], round(group["weight_decay"], 9), "rtopk_momentum" in group],
+        }
+    model = net()
+    groups = [{"params": [p], "momentum": 0.1 * i} for i, p in enumerate(model.parameters())]
+    try:
+        rtopk.ddp.register(
+            wrap(model), memory="momentum-correction", optimizer=torch.optim.SGD(groups, lr=0.1)
+        )
+    except ValueError as error:
+        found["differ"] = str(error)
     return found
 
 
