@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rtopk import compat
+
 
 class Transport(Protocol):
     """Carry payloads between nodes."""
@@ -59,7 +61,7 @@ class AllGather:
         """Start to send this process's payload and to receive those of all ranks."""
         payload = payload.to(self.device).contiguous()
         arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
-        work = dist.all_gather_single(arrived, payload, group=self.group, async_op=True)
+        work = compat.all_gather_single(arrived, payload, self.group)
         return InFlight(work, payload, arrived.view(self.nodes, -1))
 
     def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:

@@ -25,6 +25,7 @@ PAIR = [
     exact.two_models,
     exact.every_coordinate,
     exact.epochs,
+    exact.flushed,
     exact.odd_models,
     exact.what_is_dropped_is_freed,
     faults.not_finite,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import rtopk
-from rtopk import Dealt, MomentumCorrection, NoMemory, RandomK, TopK
+from rtopk import Dealt, MomentumCorrection, NoMemory, RandomK, TopK, compat
 
 STEPS = 5  # DDP rebuilds its buckets after the first
 
@@ -117,7 +117,7 @@ def momentum_moves(at: Place) -> dict[str, Any]:
 def buckets_are_rebuilt(at: Place) -> dict[str, Any]:
     """Count buckets, collectives and their bytes in every step."""
     found: dict[str, Any] = {}
-    real = dist.all_gather_single
+    real = compat.all_gather_single
     for scope in ("global", "bucket"):
         buckets: list[int] = []
         exchanged: list[int] = []
@@ -128,19 +128,19 @@ def buckets_are_rebuilt(at: Place) -> dict[str, Any]:
             seen[-1] += 1
             return rtopk.ddp.hook(state, bucket)
 
-        def gather(out: Tensor, own: Tensor, *, seen: list[int] = exchanged, **how: Any) -> Any:
+        def gather(out: Tensor, own: Tensor, group: Any = None, *, seen: list[int] = exchanged) -> Any:
             seen.append(own.numel())
-            return real(out, own, **how)
+            return real(out, own, group)
 
         model = net()
         ddp = wrap(model)
         state = rtopk.ddp.register(ddp, 0.05, scope=scope, attach=False)
         ddp.register_comm_hook(state, counting)
-        dist.all_gather_single = gather
+        compat.all_gather_single = gather
         try:
             train(ddp, sgd(model), range(3), at.rank)
         finally:
-            dist.all_gather_single = real
+            compat.all_gather_single = real
         last = exchanged[-buckets[-1] :] if scope == "bucket" else exchanged[-1:]
         found[scope] = {
             "buckets": buckets,
@@ -348,6 +348,22 @@ def epochs(at: Place) -> dict[str, Any]:
         train(state.model, sgd(model), range(step, step + 1), at.rank)
         densities.append(state.stats.density)
     return {"densities": densities, "weights": bits(model)}
+
+
+def flushed(at: Place) -> dict[str, Any]:
+    """Three sparse steps, one that sends everything, one sparse step; in both scopes."""
+    found = {}
+    for scope in ("global", "bucket"):
+        model = net()
+        state = rtopk.ddp.register(wrap(model), 0.05, scope=scope)
+        seen = []
+        for step in range(5):
+            if step == 3:
+                state.flush()
+            train(state.model, sgd(model), range(step, step + 1), at.rank)
+            seen.append((state.stats.density, state.stats.residual_norm > 0.0))
+        found[scope] = [seen, bits(model)]
+    return found
 
 
 class Tied(nn.Module):

@@ -152,6 +152,14 @@ def test_every_coordinate_is_sent_and_none_twice(pair: Results) -> None:
     assert min(found["quarters"]) >= 0.8 * max(found["quarters"])
 
 
+def test_a_flush_sends_the_whole_residual_and_then_the_density_is_as_before(pair: Results) -> None:
+    """Both ranks have the same weights after it, so the ranks agreed on the larger message."""
+    one, two = clean(pair, "flushed")
+    for scope in ("global", "bucket"):
+        assert one[scope][0] == [[0.05, True]] * 3 + [[1.0, False], [0.05, True]]
+        assert one[scope][1] == two[scope][1]
+
+
 def test_schedule_by_epoch(pair: Results) -> None:
     one, two = clean(pair, "epochs")
     assert one["densities"] == pytest.approx([0.25, 0.25, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01])

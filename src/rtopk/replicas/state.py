@@ -81,6 +81,7 @@ class State:
         weakref.finalize(self, self.written.stop)
         self.round: Round | None = None  # in progress
         self._asked: tuple[int, float] | None = None  # a step and its density, from the schedule
+        self._flushed = -1  # the step that sends everything
         self.settled = options.settled_from == 0  # all ranks know that the density no longer changes
         self.skips_in_a_row = 0
         self.measured: dict[str, Any] = {}  # of the last round
@@ -134,10 +135,10 @@ class State:
         return Group(layout, sparsifier, exchange, dtype, device)
 
     def density(self, step: int) -> float:
-        """Return the density of a step: 1 in the dense phase, then as scheduled."""
+        """Return the density of a step: 1 in the dense phase and in a flush, else as scheduled."""
         if self._asked is not None and self._asked[0] == step:
             return self._asked[1]
-        if step < self.options.dense_steps:
+        if step < self.options.dense_steps or step == self._flushed:
             return 1.0
         if self.options.counts == "epochs":
             return self.options.schedule(self.epoch)
@@ -148,6 +149,14 @@ class State:
         self._asked = None
         self._asked = self.step, check_density(self.density(self.step))
         return self._asked[1]
+
+    def flush(self) -> None:
+        """Let the next round send everything, residual included; call it on all ranks, before backward.
+
+        Use it before the last step: what is in the residual then would never reach the model.
+        """
+        self._flushed, self._asked = self.step, None
+        self.settled = False  # the ranks compare their densities before they send
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for the schedule, on all ranks; needed only with counts='epochs'."""
