@@ -50,7 +50,7 @@ class AllGather:
 
     def start(self, payload: Tensor) -> "Exchange":
         """Start to send this process's payload and to receive those of all ranks."""
-        payload = payload.to(self.device).contiguous()
+        payload = payload.to(self.device, non_blocking=True).contiguous()
         arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
         work = dist.all_gather_single(arrived, payload, group=self.group, async_op=True)
         return Exchange(work, payload, arrived.view(self.nodes, -1))
@@ -110,7 +110,7 @@ class Exchange:
         self.arrived = arrived  # (n, bytes)
 
     def wait(self) -> list[Tensor]:
-        """Wait, then return the payloads of all ranks in rank order."""
+        """Wait, then return the payloads of all ranks in rank order, in host memory."""
         self.work.wait()
         self.payload = None  # it is among those that have arrived
-        return list(self.arrived.unbind())
+        return list(self.arrived.cpu().unbind())  # one copy; on NCCL this is where the host waits

@@ -46,7 +46,7 @@ def test_an_unknown_backend_is_refused():
         capture_output=True,
         text=True,
     )
-    assert "RTOPK_BACKEND must be one of cpu, torch, got 'gpu'" in done.stderr
+    assert "RTOPK_BACKEND must be one of cpu, triton, torch, got 'gpu'" in done.stderr
 
 
 def test_every_backend_gives_the_same_payloads(monkeypatch):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws, loops, plain, rank
-from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, stride
+from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, search_sampled, stride
 from rtopk.kernels.threads import Cuts, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
@@ -61,10 +61,13 @@ def accumulate_(
     velocity: Tensor | None,
     momentum: float,
     scale: float,
+    decay: float,
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates."""
     arrays = [_array(vector) for vector in (residual, gradient, velocity) if vector is not None]
     if velocity is None:
+        if decay != 1.0:
+            residual.mul_(decay)
         loop: Callable[..., Any] = partial(loops.add, *arrays)
     else:
         numbers = np.float32(momentum), np.float32(scale)
@@ -82,9 +85,9 @@ def scan(vector: Tensor, search: Search) -> Candidates:
     return _collect(partial(loops.scan, array), size, search, array.__getitem__)
 
 
-def sample(vector: Tensor, every: slice) -> Any:
-    """Return some entries as a numpy array."""
-    return _array(vector)[every]
+def search_largest(vector: Tensor, r: int) -> Candidates:
+    """Return candidates that include the r largest entries, without a previous guess."""
+    return search_sampled(lambda whole, every: _array(whole)[every], scan, vector, r)
 
 
 def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:

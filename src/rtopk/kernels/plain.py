@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws
-from rtopk.kernels.search import Candidates, Picked, Search
+from rtopk.kernels.search import Candidates, Picked, Search, search_sampled
 
 BLOCK = 1 << 20
 
@@ -30,7 +30,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
     low, high = torch.aminmax(vector.detach())  # NaN if there is one
-    return not (float(high) < limit and float(low) > -limit)
+    return not bool((high < limit) & (low > -limit))
 
 
 def accumulate_(  # the signature is that of every backend
@@ -40,10 +40,11 @@ def accumulate_(  # the signature is that of every backend
     velocity: Tensor | None,
     momentum: float,
     scale: float,
+    decay: float,
 ) -> Candidates | None:
     """Add the gradient, or with a velocity: momentum * velocity + scale * gradient, to the residual."""
     if velocity is None:
-        residual.add_(gradient)
+        (residual if decay == 1.0 else residual.mul_(decay)).add_(gradient)
     else:
         velocity.mul_(momentum)
         if scale == 1.0:
@@ -81,8 +82,12 @@ def scan(vector: Tensor, search: Search) -> Candidates:
     return Candidates(((torch.cat(positions), torch.cat(values)),), search.floor)
 
 
-def sample(vector: Tensor, every: slice) -> Any:
-    """Return some entries as a numpy array."""
+def search_largest(vector: Tensor, r: int) -> Candidates:
+    """Return candidates that include the r largest entries, without a previous guess."""
+    return search_sampled(_sample, scan, vector, r)
+
+
+def _sample(vector: Tensor, every: slice) -> Any:
     return vector.detach()[every].to("cpu", torch.float64).numpy()
 
 

@@ -182,15 +182,17 @@ class Group:
         if isinstance(mean, Tensor):
             if scale != 1.0:
                 mean = mean * scale
+            mean = mean.to(self._device, non_blocking=True)  # one copy for all tensors
             for name, (begin, end) in self.bounds.items():
                 gradients[name].copy_(mean[begin:end].view(gradients[name].shape))
             return
         values = mean.values if scale == 1.0 else mean.values * scale
-        for (name, (begin, end)), here in zip(self.bounds.items(), self._spans(mean), strict=True):
+        spans = self._spans(mean)
+        indices, values = (part.to(self._device, non_blocking=True) for part in (mean.indices, values))
+        for (name, (begin, end)), here in zip(self.bounds.items(), spans, strict=True):
             gradient = gradients[name]
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
-            places = (mean.indices[here] - begin).to(flat.device)
-            flat.scatter_(0, places, values[here].to(flat))
+            flat.scatter_(0, indices[here] - begin, values[here].to(flat.dtype))
             if not gradient.is_contiguous():
                 gradient.copy_(flat.view(gradient.shape))
 
