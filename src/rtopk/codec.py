@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rtopk.kernels import fetch, send
+from rtopk.kernels.host import fetch, send
 from rtopk.kernels.threads import ranges, together
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
@@ -134,7 +134,9 @@ class Codec:
         struct.pack_into("<Q", data.data, HEADER.size - 8, payload_checksum(data, HEADER.size, len(data)))
         sent = torch.from_numpy(indices), torch.from_numpy(decoded)
         if kept is None and self._form.exact and vector.values.dtype == torch.float32:
-            return torch.from_numpy(data), SparseVector(vector.indices, vector.values.detach(), d, vector.here)
+            return torch.from_numpy(data), SparseVector(
+                vector.indices, vector.values.detach(), d, vector.here
+            )
         moved = [send(tensor, vector.indices) for tensor in sent]
         return torch.from_numpy(data), SparseVector(moved[0], moved[1], d, vector.here and sent)
 

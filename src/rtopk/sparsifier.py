@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtopk import kernels
 from rtopk.codec import Codec
+from rtopk.kernels.host import begin_fetch
 from rtopk.kernels.search import Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
@@ -96,7 +96,7 @@ class Sparsifier:
         if not sparse_size:
             return SparseVector.gather(vector, tail)
         competing, rest = vector[:sparse_size], vector[sparse_size:]
-        rest_here = kernels.begin_fetch(rest)  # there when selection has waited
+        rest_here = begin_fetch(rest)  # there when selection has waited
         if r is None:
             head = SparseVector.gather(competing, self.rule.select(competing, k, rng))
         else:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import cpu, device, draws, plain
-from rtopk.kernels.host import begin_fetch, fetch, send
 from rtopk.kernels.search import Candidates, Pending, Picked, Search
 
 Words = Any  # bits in words of 64, or a function that returns them
@@ -78,7 +77,11 @@ class Backend(Protocol):
         """Join ascending lists of positions."""
 
 
-BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": device, "torch": plain}  # the first that serves is taken
+BACKENDS: dict[str, Backend] = {
+    "cpu": cpu,
+    "triton": device,
+    "torch": plain,
+}  # the first that serves is taken
 
 
 def forced() -> str | None:

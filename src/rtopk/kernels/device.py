@@ -7,10 +7,10 @@
 3. The r largest, ties to the lower index, are stored in order of position; the drawn ranks are taken from them.
 4. The host gets the k entries, the r-th magnitude, the number of candidates and the largest key in one copy.
 
-The device decides by itself whether the candidates are enough. If the guess was too high, or so low that they
-do not fit into the room for them, steps 2 and 3 look at the vector. So a step waits once, in `pick`, whatever the data.
-Nothing here imports triton before it is needed. With TRITON_INTERPRET=1 and RTOPK_BACKEND=triton the programs run
-on the CPU, slowly.
+The device decides by itself whether the candidates are enough. If the guess was too high, or so low that they do
+not fit into the room for them, steps 2 and 3 look at the vector. So a selection waits once, in `pick`, whatever the
+data. Nothing here imports triton before it is needed. With TRITON_INTERPRET=1 and RTOPK_BACKEND=triton the programs
+run on the CPU, slowly.
 """
 
 import functools
@@ -28,9 +28,14 @@ from rtopk.kernels.host import fetch, send
 from rtopk.kernels.search import Candidates, Pending, Picked, Search
 
 BLOCK = 4096  # entries of a program
-WARPS = 8
-LEVELS = ((20, 11), (10, 10), (0, 10))  # shift and number of the bits of a key that are counted, highest first
+LEVELS = (
+    (20, 11),
+    (10, 10),
+    (0, 10),
+)  # shift and number of the bits of a key that are counted, highest first
 BINS = 1 << 11
+# No fused multiply-add: the CPU rounds every operation. From triton 3.10 on this is the default.
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 INFINITE = 0x7F800000  # the key of Inf; those of NaN are above it
 
@@ -93,7 +98,7 @@ def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
 def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
     """Subtract values, times a factor, at unique indices.
 
-    Indices in host memory are checked. On a device, those outside the vector are left out: to raise would be to wait.
+    Indices in host memory are checked. On a device, those outside the vector are left out: to raise is to wait.
     """
     if not indices.numel():
         return
@@ -120,7 +125,12 @@ class Marked(Pending):
     ) -> None:
         super().__init__(floor)
         self.vector, self.wanted = vector, wanted
-        self.bits, self.upto, self._state = marks or (None, _words(vector, 1), _words(vector, _programs().STATE))
+        self.bits: Tensor | None
+        self.bits, self.upto, self._state = marks or (
+            None,
+            _words(vector, 1),
+            _words(vector, _programs().STATE),
+        )
 
     def count(self) -> int:
         """Wait, and return how many there are."""
@@ -213,7 +223,7 @@ def _launch(name: str, like: Tensor, programs: int, *arguments: Any, **options: 
         options["BLOCK"] = BLOCK
     here: AbstractContextManager[Any] = torch.cuda.device(like.device) if like.is_cuda else nullcontext()
     with here:
-        getattr(_programs(), name)[(programs,)](*arguments, **options, num_warps=WARPS, enable_fp_fusion=False)
+        getattr(_programs(), name)[(programs,)](*arguments, **options, **OPTIONS)
 
 
 def _blocks(size: int) -> int:

@@ -1,9 +1,9 @@
 """The Triton programs of the `triton` backend; `device` launches them. Importing this file imports triton.
 
-Every program works on a block of `BLOCK` consecutive entries. Magnitudes are compared as keys: the bits of a float
-without its sign, read as an integer (see `simd`). Nothing here decides an order by an atomic: integers are added and
-maxima taken atomically, whose results do not depend on the order, and every store of an entry has a place of its own
-that a prefix sum gave it. The race argument of each program, who writes where, is in its docstring.
+Every program works on a block of `BLOCK` consecutive entries. Magnitudes are compared as keys: the bits of a
+float without its sign, read as an integer (see `simd`). Nothing here decides an order by an atomic: integers are
+added and maxima taken atomically, whose results do not depend on the order, and every store of an entry has a
+place of its own that a prefix sum gave it. Each docstring has the race argument: who writes where.
 
 Launch all of them with `enable_fp_fusion=False`: the CPU rounds every operation, and so must they.
 """
@@ -17,7 +17,9 @@ import triton.language as tl
 # Words of `state`, int64, on the device.
 PEAK = tl.constexpr(0)  # the largest key seen
 KEY = tl.constexpr(1)  # the key of the r-th entry, as far as it is known: its high bits
-LEFT = tl.constexpr(2)  # how many of the r largest have these high bits; at the end, the ties that belong to them
+LEFT = tl.constexpr(
+    2
+)  # how many of the r largest have these high bits; at the end, the ties that belong to them
 STATE = 3
 
 SIGNLESS = tl.constexpr(0x7FFFFFFF)
@@ -27,6 +29,12 @@ SIGNLESS = tl.constexpr(0x7FFFFFFF)
 def _keys(values):
     """Return the keys of some fp32 values."""
     return values.to(tl.int32, bitcast=True) & SIGNLESS
+
+
+@triton.jit
+def _within(limit, start, BLOCK: tl.constexpr):
+    """Return how many entries of a block that begins at `start` lie below a limit; may be negative."""
+    return tl.minimum(limit - start, BLOCK).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["first", "size", "searched", "bound"])
@@ -61,32 +69,33 @@ def sweep(
     shared word is PEAK, a maximum.
     """
     block = tl.program_id(0) + first
-    places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = block.to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK)
     # A whole block needs no mask, and its loads are as wide as the machine allows.
-    inside = None if WHOLE else places < size
-    total = tl.load(vector + places, mask=inside, other=None if WHOLE else 0.0)
+    inside = None if WHOLE else lanes < _within(size, start, BLOCK)
+    total = tl.load(vector + start + lanes, mask=inside, other=None if WHOLE else 0.0)
     if ADDS:
         # Widened after the load: the interpreter keeps bfloat16 as raw bits.
-        fresh = tl.load(gradient + places, mask=inside, other=None if WHOLE else 0.0).to(tl.float32)
+        fresh = tl.load(gradient + start + lanes, mask=inside, other=None if WHOLE else 0.0).to(tl.float32)
         if MOVES:
-            speed = tl.load(velocity + places, mask=inside, other=None if WHOLE else 0.0)
+            speed = tl.load(velocity + start + lanes, mask=inside, other=None if WHOLE else 0.0)
             fresh = speed * keep + fresh * scale
-            tl.store(velocity + places, fresh, mask=inside)
+            tl.store(velocity + start + lanes, fresh, mask=inside)
         if DECAYS:
             total = total * keep
         total = total + fresh
-        tl.store(vector + places, total, mask=inside)
+        tl.store(vector + start + lanes, total, mask=inside)
     if SEARCHES:
         keys = _keys(total)
         if not WHOLE:
             keys = tl.where(inside, keys, 0)
-        reached = ((keys >= bound) & (places < searched)).to(tl.int32)
+        reached = ((keys >= bound) & (lanes < _within(searched, start, BLOCK))).to(tl.int32)
         tl.store(counts + block, tl.sum(reached, 0).to(tl.int64))
         tl.atomic_max(state + PEAK, tl.max(keys, 0).to(tl.int64), sem="relaxed")
         WORDS: tl.constexpr = BLOCK // 32
         spread = tl.reshape(reached, (WORDS, 32)) << tl.arange(0, 32)[None, :]
-        words = block.to(tl.int64) * WORDS + tl.arange(0, WORDS)
-        tl.store(bits + words, tl.sum(spread, 1))  # a sum of distinct powers of two
+        words = tl.sum(spread, 1)  # of distinct powers of two
+        tl.store(bits + block.to(tl.int64) * WORDS + tl.arange(0, WORDS), words)
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -102,14 +111,14 @@ def gather(vector, bits, upto, positions, values, room, BLOCK: tl.constexpr):
     before = tl.load(upto + block - 1, mask=block > 0, other=0)
     if tl.load(upto + block) == before:
         return
+    start = block.to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK)
-    places = block.to(tl.int64) * BLOCK + lanes
-    found = (tl.load(bits + places // 32) >> (lanes % 32)) & 1
-    at = before + tl.cumsum(found, 0) - found
-    kept = (found == 1) & (at < room)
-    entries = tl.load(vector + places, mask=kept, other=0.0)
-    tl.store(positions + at, places, mask=kept)
-    tl.store(values + at, entries, mask=kept)
+    found = (tl.load(bits + start // 32 + lanes // 32) >> (lanes % 32)) & 1
+    at = tl.cumsum(found, 0) - found
+    kept = (found == 1) & (at < _within(room, before, BLOCK))
+    entries = tl.load(vector + start + lanes, mask=kept, other=0.0)
+    tl.store(positions + before + at, start + lanes, mask=kept)
+    tl.store(values + before + at, entries, mask=kept)
 
 
 @triton.jit
@@ -125,11 +134,12 @@ def _source(found, size, r, room):
 
 
 @triton.jit
-def _look(few, whole, candidates, vector, places):
-    """Return which places are in use and the entries there, of the candidates or of the vector."""
-    of_candidates = tl.load(candidates + places, mask=places < few, other=0.0)
-    of_vector = tl.load(vector + places, mask=places < whole, other=0.0)
-    return places < tl.maximum(few, whole), tl.where(places < few, of_candidates, of_vector)
+def _look(few, whole, candidates, vector, start, lanes, BLOCK: tl.constexpr):
+    """Return which lanes are in use and the entries there, of the candidates or of the vector."""
+    near, far = _within(few, start, BLOCK), _within(whole, start, BLOCK)
+    of_candidates = tl.load(candidates + start + lanes, mask=lanes < near, other=0.0)
+    of_vector = tl.load(vector + start + lanes, mask=lanes < far, other=0.0)
+    return lanes < tl.maximum(near, far), tl.where(lanes < near, of_candidates, of_vector)
 
 
 @triton.jit(do_not_specialize=["size", "r", "room"])
@@ -148,13 +158,13 @@ def tally(
 ):
     """Count the keys of a block by their next BITS bits, among those that agree with KEY in the bits above.
 
-    Who writes where: programs add integers to the words of one histogram, atomically; sums do not depend on the order.
+    Who writes where: all programs add integers to one histogram, atomically; sums do not depend on the order.
     """
     few, whole = _source(found, size, r, room)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if start >= tl.maximum(few, whole):
         return
-    used, entries = _look(few, whole, candidates, vector, start + tl.arange(0, BLOCK))
+    used, entries = _look(few, whole, candidates, vector, start, tl.arange(0, BLOCK), BLOCK)
     keys = _keys(entries)
     prefix = tl.load(state + KEY).to(tl.int32)
     if SHIFT + BITS < 31:
@@ -195,7 +205,7 @@ def count(candidates, vector, found, state, counts, size, r, room, blocks, BLOCK
         tl.store(counts + block, tl.zeros((), tl.int64))
         tl.store(counts + blocks + block, tl.zeros((), tl.int64))
         return
-    used, entries = _look(few, whole, candidates, vector, start + tl.arange(0, BLOCK))
+    used, entries = _look(few, whole, candidates, vector, start, tl.arange(0, BLOCK), BLOCK)
     keys = _keys(entries)
     key = tl.load(state + KEY).to(tl.int32)
     tl.store(counts + block, tl.sum((used & (keys > key)).to(tl.int64), 0))
@@ -230,19 +240,24 @@ def rank(
     start = block.to(tl.int64) * BLOCK
     if start >= tl.maximum(few, whole):
         return
-    places = start + tl.arange(0, BLOCK)
-    used, entries = _look(few, whole, candidates, vector, places)
+    lanes = tl.arange(0, BLOCK)
+    used, entries = _look(few, whole, candidates, vector, start, lanes, BLOCK)
     keys = _keys(entries)
     key, ties = tl.load(state + KEY).to(tl.int32), tl.load(state + LEFT)
     above = tl.load(upto + block - 1, mask=block > 0, other=0)
     tied = tl.load(upto + blocks + block - 1, mask=block > 0, other=0)
     equal = (used & (keys == key)).to(tl.int32)
-    belongs = (used & (keys > key)) | ((equal == 1) & (tied + tl.cumsum(equal, 0) <= ties))
+    left = _within(ties, tied, BLOCK)
+    belongs = (used & (keys > key)) | ((equal == 1) & (tl.cumsum(equal, 0) <= left))
     chosen = belongs.to(tl.int32)
-    at = above + tl.minimum(tied, ties) + tl.cumsum(chosen, 0) - chosen
-    noted = tl.load(positions + places, mask=belongs & (places < few), other=0)
-    tl.store(out_positions + at, tl.where(places < few, noted.to(tl.int64), places), mask=belongs)
-    tl.store(out_values + at, entries, mask=belongs)
+    first = above + tl.minimum(tied, ties)
+    at = tl.cumsum(chosen, 0) - chosen
+    tl.store(out_values + first + at, entries, mask=belongs)
+    if few > 0:
+        noted = tl.load(positions + start + lanes, mask=belongs, other=0)
+        tl.store(out_positions + first + at, noted.to(tl.int64), mask=belongs)
+    else:
+        tl.store(out_positions + first + at, start + lanes, mask=belongs)
 
 
 @triton.jit(do_not_specialize=["number", "size"])

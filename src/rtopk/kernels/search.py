@@ -175,7 +175,10 @@ def quantiles(sample: Any, r: int, d: int) -> tuple[float, float]:
 
 
 def search_sampled(
-    sample: Callable[[Tensor, slice], Any], scan: Callable[[Tensor, Search], Candidates], vector: Tensor, r: int
+    sample: Callable[[Tensor, slice], Any],
+    scan: Callable[[Tensor, Search], Candidates],
+    vector: Tensor,
+    r: int,
 ) -> Candidates:
     """Search the r largest with a floor from a sample; if that was too high, with floor zero."""
     d = vector.numel()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtopk import kernels
 from rtopk.kernels import draws
+from rtopk.kernels.host import fetch, send
 from rtopk.kernels.search import Picked, Search
 from rtopk.select.rule import Rule
 from rtopk.sparse import SparseVector
@@ -81,9 +82,9 @@ def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search |
     """Draw k of the r largest; fewer than r candidates are not used."""
     if r == vector.numel():
         drawn = draw(r, k, rng)
-        positions = kernels.send(drawn, vector)
+        positions = send(drawn, vector)
         values = vector[positions]
-        here = None if positions is drawn else (drawn, *kernels.fetch(values))
+        here = None if positions is drawn else (drawn, fetch(values)[0])
         return Picked(positions, values, 0.0, here)
     candidates = None if search is None else search.found
     if candidates is None or not candidates.hold(r):
