@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws, loops, plain, rank
-from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, search_sampled, stride
+from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, stride
 from rtopk.kernels.threads import Cuts, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
@@ -87,7 +87,16 @@ def scan(vector: Tensor, search: Search) -> Candidates:
 
 def search_largest(vector: Tensor, r: int) -> Candidates:
     """Return candidates that include the r largest entries, without a previous guess."""
-    return search_sampled(lambda whole, every: _array(whole)[every], scan, vector, r)
+    d = vector.numel()
+    found = scan(vector, _unchecked(quantiles(_array(vector)[:: stride(d)], r, d)[0], r))
+    return found if len(found) >= r else scan(vector, _unchecked(0.0, r))
+
+
+def _unchecked(floor: float, r: int) -> Search:
+    """Return a search whose floor is not checked against a sample, because it comes from one."""
+    search = Search(floor, r)
+    search.checks = 0
+    return search
 
 
 def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rtopk.kernels import draws, plain
 from rtopk.kernels.host import fetch, send
-from rtopk.kernels.search import Candidates, Pending, Picked, Search
+from rtopk.kernels.search import Candidates, Pending, Picked, Search, room_for
 
 BLOCK = 4096  # entries of a program
 LEVELS = (
@@ -144,14 +144,14 @@ class Marked(Pending):
     @property
     def parts(self) -> tuple[tuple[Tensor, Tensor], ...]:  # type: ignore[override]
         """The candidates, or the `wanted` largest if there are far more: waits for their number."""
-        if self.wanted is not None and len(self) > self._room(self.wanted):
+        if self.wanted is not None and len(self) > room_for(self.wanted, self.vector.numel()):
             return (self.largest(self.wanted)[:2],)
         return (self._gathered(len(self)),)
 
     def largest(self, r: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the r largest in order of position, and the state: the largest key, the r-th key, its ties."""
         vector, size, programs = self.vector, self.vector.numel(), _programs()
-        room = self._room(r)
+        room = room_for(r, size)
         places, candidates = self._gathered(room)
         state = self._state.clone()
         state[programs.LEFT.value :].fill_(r)
@@ -168,11 +168,6 @@ class Marked(Pending):
         out = vector.new_empty(r, dtype=torch.int64), vector.new_empty(r)
         _launch("rank", vector, blocks, candidates, places, *source[1:], upto, *out, *numbers, blocks)
         return *out, state
-
-    def _room(self, r: int) -> int:
-        """Return how many candidates to make room for."""
-        size = self.vector.numel()
-        return min(size, r + max(r // 3, size // 1024) + 128)
 
     def _gathered(self, room: int) -> tuple[Tensor, Tensor]:
         """Return the positions and values of the candidates, in arrays with this much room."""

@@ -150,6 +150,11 @@ class Search:
         self._arrays[part] = positions, values
 
 
+def room_for(r: int, size: int) -> int:
+    """Return for how many candidates of `size` entries a device makes room: it does not know their number."""
+    return min(size, r + max(r // 3, size // 1024) + 128)
+
+
 def stride(d: int) -> int:
     """Return a sampling stride that shares no period with the data: it has no factor 2, 3 or 5."""
     step = max(1, d // SAMPLE)
@@ -172,20 +177,3 @@ def quantiles(sample: Any, r: int, d: int) -> tuple[float, float]:
     rest = magnitudes[n - lower :]
     rest.partition(lower - upper)
     return low, float(rest[lower - upper])
-
-
-def search_sampled(
-    sample: Callable[[Tensor, slice], Any],
-    scan: Callable[[Tensor, Search], Candidates],
-    vector: Tensor,
-    r: int,
-) -> Candidates:
-    """Search the r largest with a floor from a sample; if that was too high, with floor zero."""
-    d = vector.numel()
-    for floor in (quantiles(sample(vector, slice(None, None, stride(d))), r, d)[0], 0.0):
-        search = Search(floor, r)
-        search.checks = 0  # it comes from a sample
-        found = scan(vector, search)
-        if len(found) >= r:
-            break
-    return found
