@@ -31,6 +31,8 @@ def test_the_choice_follows_the_tensor():
     ("name", "expected"), [("torch", "plain"), ("cpu", "cpu"), ("triton", "device"), ("", "cpu")]
 )
 def test_the_environment_forces_one(name, expected):
+    if name == "triton":
+        pytest.importorskip("triton")
     program = "import torch; from rtopk import kernels; print(kernels.backend(torch.zeros(3)).__name__)"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -54,6 +56,7 @@ def test_an_unknown_backend_is_refused():
 
 def test_every_backend_gives_the_same_payloads(monkeypatch):
     """Over steps whose scale jumps; momentum and plain error feedback are in test_kernels.py."""
+    pytest.importorskip("triton")
     payloads = {}
     for name, found in kernels.BACKENDS.items():
         prefer(monkeypatch, name)

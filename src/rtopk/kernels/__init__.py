@@ -11,7 +11,8 @@ kind a tensor is; RTOPK_BACKEND=torch makes it always choose that one. All give 
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -98,6 +99,18 @@ _order = sorted(BACKENDS.values(), key=lambda backend: backend is not BACKENDS.g
 def backend(*vectors: Tensor) -> Backend:
     """Return the backend for these vectors."""
     return next(found for found in _order if found.serves(*vectors))
+
+
+@contextmanager
+def preferring(name: str) -> Iterator[None]:
+    """Prefer a backend wherever it serves, within a block: for comparisons. All threads are affected."""
+    global _order
+    before = _order
+    _order = sorted(before, key=lambda found: found is not BACKENDS[name])
+    try:
+        yield
+    finally:
+        _order = before
 
 
 def zeros(like: Tensor) -> Tensor:

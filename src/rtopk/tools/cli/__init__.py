@@ -16,6 +16,7 @@ except ImportError:  # pragma: no cover
 from rtopk.tools.cli import bench
 from rtopk.tools.cli.lab import app as lab
 from rtopk.tools.cli.report import advise, report, watch
+from rtopk.tools.cli.selftest import selftest
 from rtopk.tools.cli.studies import data, reproduce, rivals, tables
 from rtopk.tools.cli.train import demo, fed, train
 
@@ -54,7 +55,7 @@ for command in (advise, demo, train, rivals, reproduce, tables):
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(lab, name="lab")
-for command in (report, watch):
+for command in (report, watch, selftest):
     app.command()(command)
 
 
