@@ -52,15 +52,16 @@ def gradients(step, scale=1.0):
     return {name: torch.randn(shape, generator=rng) ** 3 * scale for name, shape in SIZES.items()}
 
 
-def run(steps, *, on=None, scales=None, **options):
+def run(steps, *, on=None, scales=None, dtype=torch.float32, **options):
     """Run rounds of the engines' common part; return the gradients after each, and what each waited for."""
     make = on.tensor if on else torch.clone
-    parameters = {name: make(torch.zeros(shape)) for name, shape in SIZES.items()}
+    parameters = {name: make(torch.zeros(shape, dtype=dtype)) for name, shape in SIZES.items()}
     like = next(iter(parameters.values()))
     state = State(parameters, Options(density=DENSITY, **options).resolved(1), AllGather(None, like.device))
     made, costs = [], []
     for step in range(steps):
-        fresh = {name: make(g) for name, g in gradients(step, (scales or {}).get(step, 1.0)).items()}
+        drawn = gradients(step, (scales or {}).get(step, 1.0))
+        fresh = {name: make(g.clamp(-6e4, 6e4).to(dtype)) for name, g in drawn.items()}
         if on:
             on.begin()
         this = Round(state)
@@ -119,6 +120,34 @@ def test_quantised_values_and_not_finite_gradients(alone, chosen):
     assert state.skipped == plain_state.skipped == 1
     if chosen == "triton":
         assert [len(costs[step][0]) for step in (1, 2, 4)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_half_precision(alone, chosen, dtype):
+    """Sums beyond the range of fp16 go back to the residual, on the device too."""
+    scales = dict.fromkeys(range(5), 3e4)
+    expected, _, plain_state = run(5, scales=scales, dtype=dtype)
+    with FakeDevice() as device:
+        got, costs, state = run(5, on=device, scales=scales, dtype=dtype)
+        residual = unwrap(state.groups[0].sparsifier.memory.state_dict()["residual"])
+    for one, two in zip(expected, got, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    assert torch.equal(residual, plain_state.groups[0].sparsifier.memory.state_dict()["residual"])
+    if dtype == torch.float16:
+        assert any(float(g.abs().max()) == 65504 for g in got[-1].values())
+    if chosen == "triton":
+        assert [len(waits) for waits, *_ in costs[1:]] == [1] * 4
+
+
+def test_a_memory_that_is_not_given_parts_waits_twice(alone, chosen):
+    """Momentum correction checks the gradient before it changes anything."""
+    expected, _, _ = run(4, memory="momentum-correction")
+    with FakeDevice() as device:
+        got, costs, _ = run(4, on=device, memory="momentum-correction")
+    for one, two in zip(expected, got, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    if chosen == "triton":
+        assert [len(waits) for waits, *_ in costs[1:]] == [2, 2, 2]
 
 
 def test_what_arrived_on_a_device_is_copied_once():

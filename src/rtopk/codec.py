@@ -137,7 +137,7 @@ class Codec:
             return torch.from_numpy(data), SparseVector(
                 vector.indices, vector.values.detach(), d, vector.here
             )
-        moved = [send(tensor, vector.indices) for tensor in sent]
+        moved = [send(tensor, vector.indices.device) for tensor in sent]
         return torch.from_numpy(data), SparseVector(moved[0], moved[1], d, vector.here and sent)
 
     def decode(self, payload: Tensor, *, size: int | None = None, entries: int | None = None) -> SparseVector:

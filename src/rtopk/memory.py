@@ -281,7 +281,8 @@ def give_back(memory: Memory, vector: SparseVector) -> None:
     if own is not None:
         own(vector)
     else:
-        memory.subtract(SparseVector(vector.indices, -vector.values, vector.size))
+        here = vector.here and (vector.here[0], -vector.here[1])
+        memory.subtract(SparseVector(vector.indices, -vector.values, vector.size, here))
 
 
 def snapshot_of(memory: Memory) -> Mapping[str, Tensor]:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rtopk.kernels.host import fetch, send
+
 
 class Transport(Protocol):
     """Carry payloads between nodes."""
@@ -50,7 +52,7 @@ class AllGather:
 
     def start(self, payload: Tensor) -> "Exchange":
         """Start to send this process's payload and to receive those of all ranks."""
-        payload = payload.to(self.device, non_blocking=True).contiguous()
+        payload = send(payload, self.device).contiguous()
         arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
         work = dist.all_gather_single(arrived, payload, group=self.group, async_op=True)
         return Exchange(work, payload, arrived.view(self.nodes, -1))
@@ -113,4 +115,4 @@ class Exchange:
         """Wait, then return the payloads of all ranks in rank order, in host memory."""
         self.work.wait()
         self.payload = None  # it is among those that have arrived
-        return list(self.arrived.cpu().unbind())  # one copy; on NCCL this is where the host waits
+        return list(fetch(self.arrived)[0].unbind())  # one copy; on NCCL the host waits here

@@ -87,7 +87,7 @@ def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
         return plain.pick(candidates, r, words, k)
     positions, values, state = candidates.largest(r)
     if k < r:  # the ranks are drawn while the device works
-        ranks = send(draws.set_bits(words() if callable(words) else words, k), positions)
+        ranks = send(draws.set_bits(words() if callable(words) else words, k), positions.device)
         positions, values = positions[ranks], values[ranks]
     told, number, *here = fetch(state, candidates.upto[-1], positions, values)
     peak, key, _ = told.tolist()
@@ -105,7 +105,7 @@ def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) ->
     if indices.is_cpu and (int(indices.min()) < 0 or int(indices.max()) >= vector.numel()):
         low, high = int(indices.min()), int(indices.max())
         raise IndexError(f"indices must lie in [0, {vector.numel()}), got {low} to {high}")
-    moved = send(indices.contiguous(), vector), send(values.contiguous(), vector)
+    moved = send(indices.contiguous(), vector.device), send(values.contiguous(), vector.device)
     numbers = indices.numel(), vector.numel(), factor
     _launch("subtract", vector, _blocks(indices.numel()), vector, *moved, *numbers, SCALES=factor != 1.0)
 

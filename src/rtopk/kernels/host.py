@@ -1,8 +1,10 @@
-"""From a device to host memory, with one wait for any number of tensors.
+"""Between host memory and a device: one wait for any number of tensors, and none on the way back.
 
 Whatever the host needs to know of a device's work goes through `fetch`, so what a step waits for can be counted.
+Everything happens on the current stream of the device, on which the gradients came and collectives are issued.
 """
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +16,11 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
     """
     here = [tensor.detach() for tensor in tensors]
     away = [place for place, tensor in enumerate(here) if not tensor.is_cpu]
+    if away and here[away[0]].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the host must know what was selected, so a step cannot be captured in a CUDA graph; capture forward "
+            "and backward under model.no_sync(), or train without graphs"
+        )
     for place in away:
         here[place] = here[place].to("cpu", non_blocking=place != away[-1])
     return here
@@ -24,6 +31,12 @@ def begin_fetch(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", non_blocking=True)
 
 
-def send(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor on the device of another, without waiting for what that device is doing."""
-    return tensor.to(like.device, non_blocking=True)
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, without waiting for what that device is doing.
+
+    From pinned memory, because a copy from other memory may wait for the stream. Torch keeps the pinned memory
+    until the copy is done.
+    """
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -163,7 +163,7 @@ def _picked(
     best = _largest_of(values, r, number)
     largest = values[best]
     if k < r:  # drawn while a device is at work
-        best = best[send(draws.set_bits(words() if callable(words) else words, k), values)]
+        best = best[send(draws.set_bits(words() if callable(words) else words, k), values.device)]
     return (positions[best], values[best]), (largest, _magnitude(largest).min())
 
 

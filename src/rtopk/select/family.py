@@ -82,7 +82,7 @@ def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search |
     """Draw k of the r largest; fewer than r candidates are not used."""
     if r == vector.numel():
         drawn = draw(r, k, rng)
-        positions = send(drawn, vector)
+        positions = send(drawn, vector.device)
         values = vector[positions]
         here = None if positions is drawn else (drawn, fetch(values)[0])
         return Picked(positions, values, 0.0, here)
