@@ -1,6 +1,8 @@
 """Settings of every test: one thread of torch per worker, and no deadlines on a noisy machine."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +19,28 @@ torch.set_num_threads(1)
 
 settings.register_profile("rtopk", deadline=None, derandomize=True)
 settings.load_profile("rtopk")
+
+
+@pytest.fixture
+def rtopk(capsys, monkeypatch):
+    """Run `rtopk ...` as the program does, in this process: importing torch again takes seconds."""
+
+    def run(*arguments):
+        from rtopk.tools.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["rtopk", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        before = dict(os.environ)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)  # a command sets what its process needs
+        return subprocess.CompletedProcess(arguments, ended.value.code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(

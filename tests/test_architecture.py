@@ -14,7 +14,8 @@ SOURCE = Path(rtopk.__file__).parent
 # library. `tools.show` lies below the studies, which draw with it.
 LIBRARY = [
     "sparse", "layout", "seed", "schedule", "state_file", "kernels", "select", "memory", "wire", "codec",
-    "aggregate", "transport", "sparsifier", "defaults", "replicas", "ddp", "fsdp", "local", "flower", "adapters",
+    "aggregate", "transport", "sparsifier", "exchange", "defaults", "replicas", "ddp", "fsdp", "local", "flower",
+    "adapters",
 ]  # fmt: skip
 REST = [
     "tools.show", "studies.config", "studies.tasks", "studies.train", "studies.paper", "studies.equal_bytes",
@@ -28,6 +29,7 @@ INSIDE = {
         "programs", "device", "__init__",
     ],
     "select": ["rule", "family", "threshold", "age", "dealt", "__init__"],
+    "exchange": ["vector", "gathered", "shares", "owner", "reduced", "__init__"],
 }  # fmt: skip
 
 

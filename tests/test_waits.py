@@ -14,7 +14,7 @@ from rtopk.replicas.options import Options
 from rtopk.replicas.rounds import Round
 from rtopk.replicas.state import State
 from rtopk.seed import generator
-from rtopk.transport import AllGather, Exchange
+from rtopk.transport import AllGather, InFlight
 
 SIZES = {"a.weight": (40, 30), "a.bias": (30,), "b.weight": (30, 50), "b.bias": (50,)}
 DENSITY = 0.02
@@ -159,6 +159,6 @@ def test_what_arrived_on_a_device_is_copied_once():
 
     with FakeDevice() as device:
         arrived = device.tensor(torch.arange(300, dtype=torch.uint8).view(3, 100))
-        messages = Exchange(Done(), arrived[0], arrived).wait()
+        messages = InFlight(Done(), arrived[0], arrived).wait()
         assert [int(message[7]) for message in messages] == [7, 107, 207]
     assert (len(device.waits), device.down) == (1, 300)

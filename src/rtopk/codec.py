@@ -32,6 +32,8 @@ VERSION = 1
 PADDED = 1  # flag: zero bytes may follow
 # magic, version, flags, index form, value form, d, head entries, tail entries, fingerprint, checksum
 HEADER = struct.Struct("<4sBBBBQIIQQ")
+# What a receiver who knows the codec and d cannot know: index form, head entries, tail entries, checksum
+SHORT = struct.Struct("<BIIQ")
 SIZE_LIMIT = 1 << 40  # entries of a vector
 COUNT_LIMIT = 1 << 32  # entries of a payload
 
@@ -89,6 +91,25 @@ class Codec:
         head = entries - self.dense_size
         room = position_bytes(head, size - self.dense_size)
         return HEADER.size + self._form.size(head) + self._form.size(self.dense_size) + room
+
+    def blank(self, size: int, entries: int) -> Tensor:
+        """Return a payload of fixed size that holds nothing, for a node that has nothing to say."""
+        return torch.zeros(self.capacity(size, entries), dtype=torch.uint8)
+
+    def shorten(self, payload: Tensor) -> Tensor:
+        """Return a payload without the part of its header that a receiver with the same codec and d knows."""
+        _, _, _, form, _, _, head, tail, _, checksum = HEADER.unpack(bytes(payload[: HEADER.size].numpy()))
+        short = torch.frombuffer(bytearray(SHORT.pack(form, head, tail, checksum)), dtype=torch.uint8)
+        return torch.cat([short, payload[HEADER.size :]])
+
+    def lengthen(self, short: Tensor, size: int) -> Tensor:
+        """Return the payload of d = `size` entries that was shortened; `decode` checks it as any other."""
+        if short.numel() < SHORT.size:
+            raise PayloadError(f"a short payload must have at least {SHORT.size} bytes, got {short.numel()}")
+        form, head, tail, checksum = SHORT.unpack(bytes(short[: SHORT.size].cpu().numpy()))
+        flags, number = PADDED if self.fixed else 0, BY_NAME[self.values]
+        raw = HEADER.pack(MAGIC, VERSION, flags, form, number, size, head, tail, self.fingerprint, checksum)
+        return torch.cat([torch.frombuffer(bytearray(raw), dtype=torch.uint8), short[SHORT.size :].cpu()])
 
     def encode(self, vector: SparseVector, rng: torch.Generator | None = None) -> Tensor:
         """Return the payload of a vector: 1-D uint8, always on the CPU."""

@@ -22,7 +22,6 @@ PAIR = [
     exact.half_precision,
     exact.one_process,
     exact.two_models,
-    exact.compiled,
     exact.every_coordinate,
     exact.epochs,
     exact.odd_models,

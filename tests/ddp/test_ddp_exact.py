@@ -7,25 +7,7 @@ import ddp_scenarios_exact as exact
 import pytest
 from ddp_launch import Results, clean, launch
 
-VARIANTS = [
-    "global",
-    "bucket",
-    "top_k",
-    "random_k",
-    "dealt",
-    "dealt_bucket",
-    "no_memory",
-    "no_memory_nodes",
-    "momentum-correction",
-    "momentum_bucket",
-    "received",
-    "received_bucket",
-    "seed",
-    "int8",
-    "4bit_bucket",
-    "half_of_all",
-    "schedule",
-]
+VARIANTS = list(exact.VARIANTS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -34,6 +16,14 @@ def test_weights_equal_the_reference_to_the_bit(pair: Results, variant: str) -> 
     for found in clean(pair, "equals_reference"):
         hooked, expected = found[variant]
         assert hooked == expected
+
+
+@pytest.mark.slow
+def test_more_weights_equal_the_reference_to_the_bit(shared: Path) -> None:
+    results = launch(shared, "more", 2, [exact.equals_reference_more])
+    for found in clean(results, "equals_reference_more"):
+        assert [found[variant][0] for variant in exact.MORE] == [found[v][1] for v in exact.MORE]
+        assert len({found[variant][0] for variant in exact.MORE}) == len(exact.MORE)
 
 
 def test_variants_are_different_runs(pair: Results) -> None:
@@ -107,8 +97,9 @@ def test_two_models_in_one_process(pair: Results) -> None:
             assert hooked == expected
 
 
-def test_compiled_modules(pair: Results) -> None:
-    _compiled(pair, "compiled")
+@pytest.mark.slow
+def test_compiled_modules(shared: Path) -> None:
+    _compiled(launch(shared, "compiled", 2, [exact.compiled]), "compiled")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ run on the CPU, slowly.
 """
 
 import functools
-import importlib.util
+import importlib.metadata
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,6 +36,7 @@ LEVELS = (
 BINS = 1 << 11
 # No fused multiply-add: the CPU rounds every operation. From triton 3.10 on this is the default.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+OLDEST = (3, 5)  # triton; 3.9 is what the tests run with
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 INFINITE = 0x7F800000  # the key of Inf; those of NaN are above it
 
@@ -239,7 +240,12 @@ def _key(magnitude: float) -> int:
 
 @functools.cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Return whether triton is there, and as new as the oldest that the programs have been compiled with."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= OLDEST
 
 
 def _interpreted() -> bool:

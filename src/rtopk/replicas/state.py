@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rtopk.aggregate import Mean
 from rtopk.layout import Layout
 from rtopk.replicas import checkpoint
 from rtopk.replicas.gradients import Written, refuse_momentum, watch
@@ -97,11 +96,6 @@ class State:
         """The seed of the draws."""
         return self.options.seed
 
-    @property
-    def mean(self) -> Mean:
-        """How the ranks' vectors are averaged."""
-        return cast(Mean, self.options.mean)
-
     def _make_groups(self) -> list[Group]:
         dtype = torch.float32  # of residuals: at least this
         for tensor in self.tensors.values():
@@ -114,23 +108,16 @@ class State:
                 (derive(self.seed, name), Layout.of([(name, tensor)], self.options.dense))
                 for name, tensor in self.tensors.items()
             ]
-        return [
-            Group(
-                layout,
-                Sparsifier(
-                    cast(Selector, self.options.selector),
-                    self.density,
-                    self.options.make_memory(),
-                    self.options.codec(layout.fingerprint, layout.dense_size),
-                    seed,
-                    node=self.rank,
-                    layout=layout,
-                ),
-                dtype,
-                device,
-            )
-            for seed, layout in layouts
-        ]
+        return [self._make_group(seed, layout, dtype, device) for seed, layout in layouts]
+
+    def _make_group(self, seed: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Group:
+        options, memory = self.options, self.options.make_memory()
+        exchange = options.make_exchange(self.transport, layout, seed, memory, self.density)
+        selector = cast(Selector, options.selector)
+        sparsifier = Sparsifier(
+            selector, self.density, memory, exchange.codec, seed, node=self.rank, layout=layout
+        )
+        return Group(layout, sparsifier, exchange, dtype, device)
 
     def density(self, step: int) -> float:
         """Return the density of a step: 1 in the dense phase, then as scheduled."""
@@ -260,8 +247,7 @@ class State:
         """Continue from this rank's state; one that does not fit is refused and changes nothing."""
         flat = self.fit(state)
         for group, memory in zip(self.groups, flat, strict=True):
-            group.commit()  # an interrupted round is over
-            group.sparsifier.memory.load_state_dict(memory)
+            group.load(memory)
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         self.skipping, self.skips_in_a_row, self._asked = False, 0, None
         self.settled = self.options.settled_from == 0

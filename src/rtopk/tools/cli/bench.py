@@ -158,6 +158,36 @@ def traffic(
 
 
 @app.command()
+def exchange(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
+    quick: bool = typer.Option(False, "--quick", help="A small model and up to 32 nodes, in seconds."),
+    picture: Path | None = typer.Option(None, "--picture", help="PNG of bytes over nodes."),
+) -> None:
+    """Count what a node receives in a step, for 2 to 256 nodes.
+
+    Both exchanges, PowerSGD, Ok-Topk's bound and dense, on real gradients of ResNet-18 and of an LSTM.
+    """
+    from rtopk.studies.bench import exchange as bench
+    from rtopk.tools.show import terminal
+
+    with terminal.errors.status("") as status:
+        tell = status.update if terminal.errors.is_terminal else terminal.errors.print
+        rows = list(bench.count(bench.QUICK if quick else bench.ExchangePlan(), tell))
+    if picture is not None:
+        bench.draw(rows, picture)
+    if as_json:
+        print(json.dumps(bench.as_json(rows)))
+        return
+    for title, found in bench.panels(rows).items():
+        cells = [bench.cells(row) for row in found]
+        if markdown:
+            print("", f"{title}, kB:", "", *terminal.markdown(bench.HEADS, cells), sep="\n")
+        else:
+            terminal.console.print(terminal.table(f"{title}, kB received", bench.HEADS, cells))
+
+
+@app.command()
 def aggregate(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     clients: int = typer.Option(100, min=1, help="Number of clients."),
