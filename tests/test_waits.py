@@ -162,3 +162,14 @@ def test_what_arrived_on_a_device_is_copied_once():
         messages = InFlight(Done(), arrived[0], arrived).wait()
         assert [int(message[7]) for message in messages] == [7, 107, 207]
     assert (len(device.waits), device.down) == (1, 300)
+
+
+def test_the_sparse_all_reduce_waits_no_more(alone, chosen):
+    """What owners keep and send lies in host memory."""
+    expected, _, _ = run(4, exchange="all-reduce")
+    with FakeDevice() as device:
+        got, costs, _ = run(4, on=device, exchange="all-reduce")
+    for one, two in zip(expected, got, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    if chosen == "triton":
+        assert [len(waits) for waits, *_ in costs[1:]] == [1, 1, 1]

@@ -69,7 +69,13 @@ def test_a_card_that_is_not_there():
 
 
 @pytest.mark.slow
-def test_two_ranks():
+@pytest.mark.parametrize("backend", kernels.BACKENDS)
+def test_two_ranks(backend, monkeypatch):
+    """Ranks that DDP trains on each backend, triton's under its interpreter, get the gradients of the loops."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("RTOPK_BACKEND", backend)  # for the ranks: this process has chosen already
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "gradients have the CPU's bits" in two_ranks(torch.device("cpu"))
 
 
