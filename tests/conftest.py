@@ -6,9 +6,13 @@ import sys
 
 import pytest
 import torch
+from chosen import prefer
 from hypothesis import settings
 
 from rtopk import kernels
+
+# Triton's programs run on the CPU, where a test asks for that backend; it must be said before triton is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Workers that share two cores and start two threads each spend their time waiting for one another.
 torch.set_num_threads(1)
@@ -39,10 +43,12 @@ def rtopk(capsys, monkeypatch):
     return run
 
 
-@pytest.fixture(scope="module", params=list(kernels.BACKENDS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[pytest.mark.slow] * (n == "triton")) for n in kernels.BACKENDS],
+)
 def every_backend(request):
-    """Run a module on each backend in turn, as RTOPK_BACKEND would have it."""
-    before = kernels._order
-    kernels._order = sorted(before, key=lambda found: found is not kernels.BACKENDS[request.param])
-    yield request.param
-    kernels._order = before
+    """Run a module on each backend in turn; the interpreter of triton is slow."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        prefer(monkeypatch, request.param)
+        yield request.param

@@ -24,7 +24,10 @@ REST = [
 ORDER = [*LIBRARY, *REST]
 # Inside a room the order is free, but for these, whose files are stages of their own.
 INSIDE = {
-    "kernels": ["jit", "simd", "threads", "loops", "draws", "rank", "union", "search", "plain", "cpu", "__init__"],
+    "kernels": [
+        "jit", "simd", "threads", "loops", "draws", "rank", "union", "host", "search", "plain", "cpu",
+        "programs", "device", "__init__",
+    ],
     "select": ["rule", "family", "threshold", "age", "dealt", "__init__"],
     "exchange": ["vector", "gathered", "shares", "owner", "reduced", "__init__"],
 }  # fmt: skip

@@ -5,8 +5,19 @@ import math
 import pytest
 import torch
 
-from rtopk import Codec, ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, SparseVector, Sparsifier
-from rtopk.kernels.search import Search
+from rtopk import (
+    Codec,
+    ErrorFeedback,
+    Layout,
+    MomentumCorrection,
+    NoMemory,
+    RTopK,
+    SparseVector,
+    Sparsifier,
+    kernels,
+)
+from rtopk.kernels import draws
+from rtopk.kernels.search import Pending, Search
 
 
 def sparse(indices, values, size):
@@ -144,6 +155,12 @@ def put(memory, gradient, search=None):
     return memory.add(None, search)
 
 
+def put_and_pick(memory, gradient, search):
+    """Put a gradient that is not finite: the memory finds out, or on a device selection, and the hook goes back."""
+    put(memory, gradient, search)
+    kernels.pick(search.found, 1, draws.every_bit(1), 1)
+
+
 @pytest.mark.parametrize("search", [None, (2.5, 300, 900), (0.0, 300), (0.5,)])
 def test_a_gradient_in_parts_is_the_same_as_a_whole_one(search):
     rng = torch.Generator().manual_seed(1)
@@ -175,8 +192,11 @@ def test_a_sum_that_is_not_finite_is_refused_wherever_it_is(bad, place, search):
     old, kept = memory.residual, memory.residual.clone()
     gradient = torch.zeros(1000)
     gradient[place] = bad
+    look = search and Search(*search)
     with pytest.raises(ValueError, match=f"residual \\+ gradient must be finite, got .* at index {place}"):
-        put(memory, gradient, search and Search(*search))
+        put_and_pick(memory, gradient, look)
+    if look and isinstance(look.found, Pending):
+        memory.restore({"residual": old})
     assert memory.residual is old
     assert torch.equal(old, kept)
 
@@ -185,7 +205,7 @@ def test_sums_that_overflow_are_refused():
     memory = ErrorFeedback()
     memory.add(torch.full((1000,), 3e38))
     with pytest.raises(ValueError, match="at index 0"):
-        put(memory, torch.full((1000,), 3e38), Search(1.0, 5))
+        put_and_pick(memory, torch.full((1000,), 3e38), Search(1.0, 5))
 
 
 def test_payloads_of_parts_are_the_payloads_of_gradients():

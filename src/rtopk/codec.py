@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rtopk.kernels.host import fetch, send
 from rtopk.kernels.threads import ranges, together
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
@@ -126,8 +127,8 @@ class Codec:
         rounds = self.rounding == "stochastic" and not self._form.exact
         if rounds and rng is None:
             raise ValueError("stochastic rounding needs a generator: encode(vector, rng)")
-        indices = vector.indices.detach().cpu().contiguous().numpy()  # (k,)
-        values = _as_float32(vector.values)  # (k,)
+        here = vector.here or tuple(fetch(vector.indices, _as_float32(vector.values)))
+        indices, values = (tensor.contiguous().numpy() for tensor in here)  # (k,)
         tail = self._tail(indices, d)
         limit = self.capacity(d, k) if self.fixed else None
         if self.fixed or rounds:  # before an overflow is counted or a generator used
@@ -152,9 +153,13 @@ class Codec:
             data.data, 0, MAGIC, VERSION, flags, form, number, d, head, tail, self.fingerprint, 0
         )
         struct.pack_into("<Q", data.data, HEADER.size - 8, payload_checksum(data, HEADER.size, len(data)))
-        device = vector.indices.device
-        sent = torch.from_numpy(indices).to(device), torch.from_numpy(decoded).to(device)
-        return torch.from_numpy(data), SparseVector(*sent, d)
+        sent = torch.from_numpy(indices), torch.from_numpy(decoded)
+        if kept is None and self._form.exact and vector.values.dtype == torch.float32:
+            return torch.from_numpy(data), SparseVector(
+                vector.indices, vector.values.detach(), d, vector.here
+            )
+        moved = [send(tensor, vector.indices.device) for tensor in sent]
+        return torch.from_numpy(data), SparseVector(moved[0], moved[1], d, vector.here and sent)
 
     def decode(self, payload: Tensor, *, size: int | None = None, entries: int | None = None) -> SparseVector:
         """Return the vector of a payload; PayloadError on anything malformed or not expected.
@@ -271,14 +276,13 @@ def _trailing_run(indices: NDArray[np.int64], d: int) -> int:
     return low
 
 
-def _as_float32(values: Tensor) -> NDArray[np.float32]:
-    """Return values as float32 on the CPU, those beyond its range saturated, NaN and Inf left as they are."""
+def _as_float32(values: Tensor) -> Tensor:
+    """Return values as float32, those beyond its range saturated, NaN and Inf left as they are."""
     values = values.detach()
     if values.dtype == torch.float64:
         largest = torch.finfo(torch.float32).max
         values = torch.where(values.isfinite(), values.clamp(-largest, largest), values)
-    array: NDArray[np.float32] = values.to(torch.float32).cpu().contiguous().numpy()
-    return array
+    return values.to(torch.float32)
 
 
 def _check_finite(values: NDArray[np.float32]) -> None:

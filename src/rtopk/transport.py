@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rtopk import compat
+from rtopk.kernels.host import fetch, send
 
 
 class Transport(Protocol):
@@ -59,7 +60,7 @@ class AllGather:
 
     def start(self, payload: Tensor) -> "InFlight":
         """Start to send this process's payload and to receive those of all ranks."""
-        payload = payload.to(self.device).contiguous()
+        payload = send(payload, self.device).contiguous()
         arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
         work = compat.all_gather_single(arrived, payload, self.group)
         return InFlight(work, payload, arrived.view(self.nodes, -1))
@@ -125,10 +126,10 @@ class InFlight:
         self.arrived = arrived  # (n, bytes)
 
     def wait(self) -> list[Tensor]:
-        """Wait, then return the payloads of all ranks in rank order."""
+        """Wait, then return the payloads of all ranks in rank order, in host memory."""
         self.work.wait()
         self.payload = None  # it is among those that have arrived
-        return list(self.arrived.unbind())
+        return list(fetch(self.arrived)[0].unbind())  # one copy; on NCCL the host waits here
 
 
 class Swap:
@@ -150,17 +151,17 @@ class Swap:
         words = sizes.view(torch.uint8).view(len(parts), -1)  # (n, 8)
         if note is not None:
             words = torch.cat([words, note.cpu().expand(len(parts), -1)], dim=1)
-        words = words.contiguous().to(transport.device)
+        words = send(words.contiguous(), transport.device)
         arrived = torch.empty_like(words)
         dist.all_to_all_single(arrived, words, group=self._group)
-        arrived = arrived.cpu()
+        arrived = fetch(arrived)[0]
         self.notes = list(arrived[:, 8:].unbind())
         self.sent = self.received = (len(parts) - 1) * words.shape[1]  # bytes, to and from other ranks
         self._expected = arrived[:, :8].contiguous().view(torch.int64).flatten().tolist()
         self._work: dist.Work | None = None
         if go(self.notes):
             own = sizes.tolist()
-            self._message = torch.cat([part.to(transport.device) for part in parts])
+            self._message = send(torch.cat([part.cpu() for part in parts]), transport.device)
             self._arrived = self._message.new_empty(sum(self._expected))
             self._work = dist.all_to_all_single(
                 self._arrived, self._message, self._expected, own, group=self._group, async_op=True
@@ -173,4 +174,4 @@ class Swap:
         if self._work is None:
             raise RuntimeError("the parts were not sent: the ranks' notes say so")
         self._work.wait()
-        return list(torch.split(self._arrived, self._expected))
+        return list(torch.split(fetch(self._arrived)[0], self._expected))

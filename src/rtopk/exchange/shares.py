@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rtopk.codec import Codec, PayloadError
+from rtopk.kernels.host import fetch, send
 from rtopk.sparse import SparseVector
 
 
@@ -54,10 +55,11 @@ class Shares:
 
     def split(self, vector: SparseVector) -> tuple[NDArray[np.int64], list[SparseVector]]:
         """Return the order in which entries go to the shares, and the part of the vector in each share."""
-        owner, number = self.of(vector.indices.cpu().numpy())
+        indices, values = vector.here or fetch(vector.indices, vector.values)
+        owner, number = self.of(indices.numpy())
         order = np.argsort(owner, kind="stable")
         cuts = np.cumsum(np.bincount(owner, minlength=self.nodes))[:-1]
-        numbers, values = number[order], vector.values.detach().cpu()[torch.from_numpy(order)]
+        numbers, values = number[order], values[torch.from_numpy(order)]
         parts = zip(
             np.split(numbers, cuts), values.tensor_split(torch.from_numpy(cuts)), self.sizes, strict=True
         )
@@ -99,7 +101,8 @@ class PartsCodec(Codec):
         parts = [self.shorten(payload) if len(sent) else payload[:0] for payload, sent in encoded]
         values = torch.empty(len(vector))
         values[torch.from_numpy(order)] = torch.cat([sent.values for _, sent in encoded])
-        sent = SparseVector(vector.indices, values.to(vector.indices.device), vector.size)
+        here = vector.here and (vector.here[0], values)
+        sent = SparseVector(vector.indices, send(values, vector.indices.device), vector.size, here)
         return packed(parts), sent
 
     def parts(self, payload: Tensor) -> list[Tensor]:

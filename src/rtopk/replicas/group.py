@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rtopk.exchange import OWNER, Exchange
 from rtopk.kernels import NotFiniteError
+from rtopk.kernels.host import send
 from rtopk.layout import Layout
 from rtopk.memory import clip, give_back, restore, snapshot_of
 from rtopk.sparse import SparseVector
@@ -175,15 +176,17 @@ class Group:
         if isinstance(mean, Tensor):
             if scale != 1.0:
                 mean = mean * scale
+            mean = send(mean, self._device)  # one copy for all tensors
             for name, (begin, end) in self.bounds.items():
                 gradients[name].copy_(mean[begin:end].view(gradients[name].shape))
             return
         values = mean.values if scale == 1.0 else mean.values * scale
-        for (name, (begin, end)), here in zip(self.bounds.items(), self._spans(mean), strict=True):
+        spans = self._spans(mean)
+        indices, values = (send(part, self._device) for part in (mean.indices, values))
+        for (name, (begin, end)), here in zip(self.bounds.items(), spans, strict=True):
             gradient = gradients[name]
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
-            places = (mean.indices[here] - begin).to(flat.device)
-            flat.scatter_(0, places, values[here].to(flat))
+            flat.scatter_(0, indices[here] - begin, values[here].to(flat.dtype))
             if not gradient.is_contiguous():
                 gradient.copy_(flat.view(gradient.shape))
 
@@ -223,7 +226,10 @@ class Group:
             self._give_back(torch.arange(flat.numel(), device=flat.device) + self.bounds[name][0], flat)
 
     def _give_back(self, places: Tensor, values: Tensor) -> None:
-        give_back(self.sparsifier.memory, SparseVector(places, values.to(self.dtype), self.layout.size))
+        here = places, values.to(self.dtype)
+        there = [send(part, self._device) for part in here]
+        known = None if there[0] is places else here
+        give_back(self.sparsifier.memory, SparseVector(there[0], there[1], self.layout.size, known))
 
     def _part(self, vector: Tensor, name: str, like: Tensor) -> Tensor:
         begin, end = self.bounds[name]

@@ -72,7 +72,10 @@ class Round:
         """
         if held is not None:
             self.held[name] = held
-        self.state.group_of[name].put(name, gradient)
+        try:
+            self.state.group_of[name].put(name, gradient)
+        except Exception as error:  # out of memory, for one: the others wait for a message
+            self.failure = self.failure or error
 
     def send(self, groups: list[Group], idle: set[str]) -> None:
         """Send the payloads of some groups in one message; `idle` tensors took no part in this backward."""
@@ -83,6 +86,10 @@ class Round:
         holds = any(name in self.held for group in groups for name in group.bounds)
         status, culprit, weights = control.HOLDS if holds else control.FINE, 0, 0
         try:
+            if self.failure is not None:
+                raise self.failure
+            if state.verifies and not self.messages:
+                weights = control.hash_weights(state.tensors.values())
             payloads = [
                 group.compress(state.step, self.scale, idle, state.options.clip_norm) for group in groups
             ]
@@ -93,8 +100,6 @@ class Round:
                 status, culprit = control.NOT_FINITE, state.layout.names.index(error.name)
             else:
                 status, self.failure = control.FAILED, error
-        if state.verifies and not self.messages:
-            weights = control.hash_weights(state.tensors.values())
         header = Control(state.step, status, culprit, state.density(state.step), self.scale, weights).pack()
         tells = state.tells_use or (state.may_be_idle and groups[0].exchange.keeps_for_all)
         names = [name for group in groups for name in group.layout.names] if tells else []

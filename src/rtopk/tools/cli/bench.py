@@ -139,6 +139,28 @@ def link(
 
 
 @app.command()
+def traffic(
+    markdown: bool = typer.Option(False, "--markdown", help="Print the tables of docs/gpu.md."),
+) -> None:
+    """Predict what a step takes on a card, from the bytes it moves.
+
+    Nothing is run: bytes are counted from the programs and divided by bandwidths.
+    """
+    from rtopk.studies.bench import traffic as model
+    from rtopk.tools.show.terminal import console, table
+    from rtopk.tools.show.terminal import markdown as in_markdown
+
+    for title, (heads, *rows) in (
+        ("a step: predicted, not run on a GPU", model.table()),
+        ("packing: predicted, not run on a GPU", model.packing_table()),
+    ):
+        if markdown:
+            print(f"**{title[0].upper()}{title[1:]}.**\n", *in_markdown(heads, rows), sep="\n", end="\n\n")
+        else:
+            console.print(table(title, heads, rows))
+
+
+@app.command()
 def exchange(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
