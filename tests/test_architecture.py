@@ -14,7 +14,8 @@ SOURCE = Path(rtopk.__file__).parent
 # library. `tools.show` lies below the studies, which draw with it.
 LIBRARY = [
     "compat", "sparse", "layout", "seed", "schedule", "state_file", "kernels", "select", "memory", "wire", "codec",
-    "aggregate", "transport", "sparsifier", "defaults", "replicas", "ddp", "fsdp", "local", "flower", "adapters",
+    "aggregate", "transport", "sparsifier", "exchange", "defaults", "replicas", "ddp", "fsdp", "local", "flower",
+    "adapters",
 ]  # fmt: skip
 REST = [
     "tools.show", "studies.config", "studies.tasks", "studies.train", "studies.paper", "studies.equal_bytes",
@@ -23,8 +24,12 @@ REST = [
 ORDER = [*LIBRARY, *REST]
 # Inside a room the order is free, but for these, whose files are stages of their own.
 INSIDE = {
-    "kernels": ["jit", "simd", "threads", "loops", "draws", "rank", "union", "search", "plain", "cpu", "__init__"],
+    "kernels": [
+        "jit", "simd", "threads", "loops", "draws", "rank", "union", "host", "search", "plain", "cpu",
+        "programs", "device", "__init__",
+    ],
     "select": ["rule", "family", "threshold", "age", "dealt", "__init__"],
+    "exchange": ["vector", "gathered", "shares", "owner", "reduced", "__init__"],
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ RUN = {
     "advise --model": "",
     "train": "--rounds 20 --nodes 2 --evaluate-every 10",
     "report": "",
+    "bench traffic": "",
     "watch": "",
     "--install-completion": "",
 }
@@ -32,6 +33,7 @@ ONLY_PARSED = {
     "bench compress": "tests/studies/bench/test_bench_compress.py runs it with its smallest sizes",
     "bench codec": "tests/studies/bench/test_bench_codec.py runs it with its smallest sizes",
     "bench start": "minutes of new processes; tests/studies/bench/test_bench_start.py runs it with one rank",
+    "selftest": "a minute; tests/studies/bench/test_selftest.py runs it small",
     "bench link": "needs root and minutes; tests/studies/bench/test_link_bench.py runs it small on loopback",
     "advise": "needs a second host or a long benchmark; tests/tools/advise/test_advise.py tests what it does",
     "fed": "tests/flower runs both engines",

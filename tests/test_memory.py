@@ -5,8 +5,19 @@ import math
 import pytest
 import torch
 
-from rtopk import Codec, ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, SparseVector, Sparsifier
-from rtopk.kernels.search import Search
+from rtopk import (
+    Codec,
+    ErrorFeedback,
+    Layout,
+    MomentumCorrection,
+    NoMemory,
+    RTopK,
+    SparseVector,
+    Sparsifier,
+    kernels,
+)
+from rtopk.kernels import draws
+from rtopk.kernels.search import Pending, Search
 
 
 def sparse(indices, values, size):
@@ -36,6 +47,20 @@ def test_momentum_correction_by_hand():
     # entry 0: velocity masked; entry 1: velocity 1 + 1, residual 2 + 2
     assert memory.add(torch.tensor([1.0, 1.0])).tolist() == [1.0, 4.0]
     assert memory.velocity.tolist() == [1.0, 2.0]
+
+
+def test_nesterov_is_torchs():
+    """With everything sent and nothing masked, what comes out is the step of torch's SGD."""
+    memory = MomentumCorrection(0.9, masking=False, nesterov=True)
+    weight, total = torch.zeros(50, requires_grad=True), torch.zeros(50)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, nesterov=True)
+    for step in range(6):
+        weight.grad = torch.randn(50, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        vector = memory.add(weight.grad.clone()).clone()
+        total -= vector
+        memory.subtract(SparseVector(torch.arange(50), vector, 50))
+        assert torch.allclose(total, weight.detach(), atol=1e-5)
 
 
 def test_local_clipping_bounds_what_is_added():
@@ -130,6 +155,12 @@ def put(memory, gradient, search=None):
     return memory.add(None, search)
 
 
+def put_and_pick(memory, gradient, search):
+    """Put a gradient that is not finite: the memory finds out, or on a device selection, and the hook goes back."""
+    put(memory, gradient, search)
+    kernels.pick(search.found, 1, draws.every_bit(1), 1)
+
+
 @pytest.mark.parametrize("search", [None, (2.5, 300, 900), (0.0, 300), (0.5,)])
 def test_a_gradient_in_parts_is_the_same_as_a_whole_one(search):
     rng = torch.Generator().manual_seed(1)
@@ -161,8 +192,11 @@ def test_a_sum_that_is_not_finite_is_refused_wherever_it_is(bad, place, search):
     old, kept = memory.residual, memory.residual.clone()
     gradient = torch.zeros(1000)
     gradient[place] = bad
+    look = search and Search(*search)
     with pytest.raises(ValueError, match=f"residual \\+ gradient must be finite, got .* at index {place}"):
-        put(memory, gradient, search and Search(*search))
+        put_and_pick(memory, gradient, look)
+    if look and isinstance(look.found, Pending):
+        memory.restore({"residual": old})
     assert memory.residual is old
     assert torch.equal(old, kept)
 
@@ -171,7 +205,7 @@ def test_sums_that_overflow_are_refused():
     memory = ErrorFeedback()
     memory.add(torch.full((1000,), 3e38))
     with pytest.raises(ValueError, match="at index 0"):
-        put(memory, torch.full((1000,), 3e38), Search(1.0, 5))
+        put_and_pick(memory, torch.full((1000,), 3e38), Search(1.0, 5))
 
 
 def test_payloads_of_parts_are_the_payloads_of_gradients():

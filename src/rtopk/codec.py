@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rtopk.kernels.host import fetch, send
 from rtopk.kernels.threads import ranges, together
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
@@ -31,6 +32,8 @@ VERSION = 1
 PADDED = 1  # flag: zero bytes may follow
 # magic, version, flags, index form, value form, d, head entries, tail entries, fingerprint, checksum
 HEADER = struct.Struct("<4sBBBBQIIQQ")
+# What a receiver who knows the codec and d cannot know: index form, head entries, tail entries, checksum
+SHORT = struct.Struct("<BIIQ")
 SIZE_LIMIT = 1 << 40  # entries of a vector
 COUNT_LIMIT = 1 << 32  # entries of a payload
 
@@ -89,6 +92,25 @@ class Codec:
         room = position_bytes(head, size - self.dense_size)
         return HEADER.size + self._form.size(head) + self._form.size(self.dense_size) + room
 
+    def blank(self, size: int, entries: int) -> Tensor:
+        """Return a payload of fixed size that holds nothing, for a node that has nothing to say."""
+        return torch.zeros(self.capacity(size, entries), dtype=torch.uint8)
+
+    def shorten(self, payload: Tensor) -> Tensor:
+        """Return a payload without the part of its header that a receiver with the same codec and d knows."""
+        _, _, _, form, _, _, head, tail, _, checksum = HEADER.unpack(bytes(payload[: HEADER.size].numpy()))
+        short = torch.frombuffer(bytearray(SHORT.pack(form, head, tail, checksum)), dtype=torch.uint8)
+        return torch.cat([short, payload[HEADER.size :]])
+
+    def lengthen(self, short: Tensor, size: int) -> Tensor:
+        """Return the payload of d = `size` entries that was shortened; `decode` checks it as any other."""
+        if short.numel() < SHORT.size:
+            raise PayloadError(f"a short payload must have at least {SHORT.size} bytes, got {short.numel()}")
+        form, head, tail, checksum = SHORT.unpack(bytes(short[: SHORT.size].cpu().numpy()))
+        flags, number = PADDED if self.fixed else 0, BY_NAME[self.values]
+        raw = HEADER.pack(MAGIC, VERSION, flags, form, number, size, head, tail, self.fingerprint, checksum)
+        return torch.cat([torch.frombuffer(bytearray(raw), dtype=torch.uint8), short[SHORT.size :].cpu()])
+
     def encode(self, vector: SparseVector, rng: torch.Generator | None = None) -> Tensor:
         """Return the payload of a vector: 1-D uint8, always on the CPU."""
         return self.encode_with_decoded(vector, rng)[0]
@@ -105,8 +127,8 @@ class Codec:
         rounds = self.rounding == "stochastic" and not self._form.exact
         if rounds and rng is None:
             raise ValueError("stochastic rounding needs a generator: encode(vector, rng)")
-        indices = vector.indices.detach().cpu().contiguous().numpy()  # (k,)
-        values = _as_float32(vector.values)  # (k,)
+        here = vector.here or tuple(fetch(vector.indices, _as_float32(vector.values)))
+        indices, values = (tensor.contiguous().numpy() for tensor in here)  # (k,)
         tail = self._tail(indices, d)
         limit = self.capacity(d, k) if self.fixed else None
         if self.fixed or rounds:  # before an overflow is counted or a generator used
@@ -131,9 +153,13 @@ class Codec:
             data.data, 0, MAGIC, VERSION, flags, form, number, d, head, tail, self.fingerprint, 0
         )
         struct.pack_into("<Q", data.data, HEADER.size - 8, payload_checksum(data, HEADER.size, len(data)))
-        device = vector.indices.device
-        sent = torch.from_numpy(indices).to(device), torch.from_numpy(decoded).to(device)
-        return torch.from_numpy(data), SparseVector(*sent, d)
+        sent = torch.from_numpy(indices), torch.from_numpy(decoded)
+        if kept is None and self._form.exact and vector.values.dtype == torch.float32:
+            return torch.from_numpy(data), SparseVector(
+                vector.indices, vector.values.detach(), d, vector.here
+            )
+        moved = [send(tensor, vector.indices.device) for tensor in sent]
+        return torch.from_numpy(data), SparseVector(moved[0], moved[1], d, vector.here and sent)
 
     def decode(self, payload: Tensor, *, size: int | None = None, entries: int | None = None) -> SparseVector:
         """Return the vector of a payload; PayloadError on anything malformed or not expected.
@@ -250,14 +276,13 @@ def _trailing_run(indices: NDArray[np.int64], d: int) -> int:
     return low
 
 
-def _as_float32(values: Tensor) -> NDArray[np.float32]:
-    """Return values as float32 on the CPU, those beyond its range saturated, NaN and Inf left as they are."""
+def _as_float32(values: Tensor) -> Tensor:
+    """Return values as float32, those beyond its range saturated, NaN and Inf left as they are."""
     values = values.detach()
     if values.dtype == torch.float64:
         largest = torch.finfo(torch.float32).max
         values = torch.where(values.isfinite(), values.clamp(-largest, largest), values)
-    array: NDArray[np.float32] = values.to(torch.float32).cpu().contiguous().numpy()
-    return array
+    return values.to(torch.float32)
 
 
 def _check_finite(values: NDArray[np.float32]) -> None:

@@ -1,6 +1,7 @@
 """What users get who name none: the only place. docs/decisions.md says why."""
 
 from rtopk.aggregate import Mean
+from rtopk.exchange import ExchangeName
 from rtopk.memory import Memory
 from rtopk.select import RTopK
 
@@ -11,6 +12,16 @@ def selector(nodes: int) -> RTopK:
     The paper's r = n k is `RTopK(nodes=n)`.
     """
     return RTopK(r_over_k=min(2, nodes))
+
+
+def exchange(nodes: int, name: ExchangeName) -> ExchangeName:
+    """Return the exchange that "auto" stands for: an all-reduce where an all-gather brings four times its bytes.
+
+    An all-gather brings n - 1 payloads to every node, an all-reduce about 2 (n - 1) / n.
+    """
+    if name != "auto":
+        return name
+    return "all-reduce" if nodes >= 8 else "all-gather"
 
 
 def mean(memory: Memory) -> Mean:

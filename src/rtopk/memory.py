@@ -67,6 +67,7 @@ class ErrorFeedback:
     """Keep what was not sent and add it to the next gradient (the paper's Algorithm 1)."""
 
     in_parts = True  # a gradient can be `put`
+    decay = 1.0  # the residual is multiplied by it before a gradient is added
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -89,9 +90,9 @@ class ErrorFeedback:
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
         if not self._headroom.suffices(gradient, residual):
-            require_finite(residual + gradient, "residual + gradient")
+            require_finite(residual * self.decay + gradient, "residual + gradient")
         residual = self._own(residual)
-        kernels.accumulate_(residual, gradient, search)
+        kernels.accumulate_(residual, gradient, search, decay=self.decay)
         self._headroom.spend(residual)
         self.residual = residual
         return residual
@@ -139,7 +140,10 @@ class ErrorFeedback:
         torch.add(self.residual[span].view(part.shape), part, out=self._sums[span].view(part.shape))
 
     def _adopt(self, search: Search | None) -> Tensor:
-        """Make the sums the residual; the search for candidates also checks that they are finite."""
+        """Make the sums the residual; the search for candidates also checks that they are finite.
+
+        On a device, selection finds out (`kernels.scan_finite`): whoever puts parts goes back to the snapshot then.
+        """
         if self._sums is None:
             raise ValueError("add(None) needs a gradient that was put, got none")
         total, self._sums = self._sums, None
@@ -161,22 +165,13 @@ class ErrorFeedback:
 class DecayedErrorFeedback(ErrorFeedback):
     """Error feedback with decay: the residual is multiplied by `decay` before each gradient is added."""
 
+    in_parts = False
+
     def __init__(self, decay: float = 0.95) -> None:
         if not 0.0 < decay <= 1.0:
             raise ValueError(f"decay must be in (0, 1], got {decay}")
         super().__init__()
         self.decay = decay
-
-    def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
-        """Decay the residual, add the gradient, return the residual."""
-        before = self.residual
-        if before is not None:
-            self.residual = before * self.decay
-        try:
-            return super().add(gradient, search)
-        except ValueError:
-            self.residual = before
-            raise
 
 
 class MomentumCorrection:
@@ -185,7 +180,7 @@ class MomentumCorrection:
     Use it with an optimizer that has no momentum of its own. `clip_norm` bounds the norm of each gradient before
     it is accumulated; docs/decisions.md says how a bound on the mean of n nodes becomes one on a node. `masking`
     forgets the velocity of the entries that were sent (DGC's momentum factor masking), so that they do not carry
-    stale momentum.
+    stale momentum. `nesterov` accumulates gradient + momentum * velocity, as torch's SGD does.
     """
 
     carries_momentum = True  # the optimizer must have none
@@ -195,6 +190,7 @@ class MomentumCorrection:
         momentum: float = 0.9,
         clip_norm: float | None = None,
         masking: bool = True,
+        nesterov: bool = False,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
@@ -203,6 +199,7 @@ class MomentumCorrection:
         self.momentum = momentum
         self.clip_norm = clip_norm
         self.masking = masking
+        self.nesterov = nesterov
         self.velocity: Tensor | None = None  # (d,), DGC's u
         self.residual: Tensor | None = None  # (d,), DGC's v
         self._headroom = _Headroom()
@@ -215,6 +212,15 @@ class MomentumCorrection:
         velocity = kernels.zeros(residual) if self.velocity is None else self.velocity
         safe = self._headroom.suffices(gradient, residual, velocity)
         scale = self._clip_factor(gradient)
+        if self.nesterov:
+            velocity = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
+            ahead = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
+            if not safe:
+                require_finite(residual + ahead, "residual + gradient + velocity")
+            kernels.accumulate_(residual, ahead, search)
+            self._headroom.spend(residual, velocity)
+            self.residual, self.velocity = residual, velocity
+            return residual
         if not safe:
             moved = residual.clone()
             kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)
@@ -236,7 +242,7 @@ class MomentumCorrection:
         _take_out(residual, sent, self._headroom)
         assert self.velocity is not None  # made together with the residual
         if self.masking:
-            self.velocity[sent.indices] = 0.0
+            self.velocity.index_fill_(0, sent.indices, 0.0)
         self._headroom.spend(residual, self.velocity)
 
     def give_back(self, vector: SparseVector) -> None:
@@ -286,7 +292,8 @@ def give_back(memory: Memory, vector: SparseVector) -> None:
     if own is not None:
         own(vector)
     else:
-        memory.subtract(SparseVector(vector.indices, -vector.values, vector.size))
+        here = vector.here and (vector.here[0], -vector.here[1])
+        memory.subtract(SparseVector(vector.indices, -vector.values, vector.size, here))
 
 
 def snapshot_of(memory: Memory) -> Mapping[str, Tensor]:
@@ -371,7 +378,7 @@ def _held(residual: Tensor | None, sent: SparseVector) -> Tensor:
 
 
 def _take_out(residual: Tensor, sent: SparseVector, headroom: _Headroom) -> None:
-    if kernels.reaches(sent.values, 2.0**100):
+    if kernels.reaches(sent.at_hand, 2.0**100):
         require_finite(sent.values, "sent values")
         require_finite(residual[sent.indices] - sent.values, "residual - sent values")
         headroom.forget()

@@ -4,7 +4,7 @@ A selector decides the positions, a codec turns the vector into a payload and ba
 several of them into one dense vector.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class SparseVector:
     indices: Tensor  # (k,) int64, ascending, unique
     values: Tensor  # (k,) floating point
     size: int  # d
+    # The same indices and values in host memory, if these are on a device and somebody has waited for them already.
+    here: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.indices.dtype != torch.int64 or self.indices.dim() != 1:
@@ -37,6 +39,11 @@ class SparseVector:
 
     def __len__(self) -> int:
         return self.indices.numel()
+
+    @property
+    def at_hand(self) -> Tensor:
+        """The values, in host memory if they are there."""
+        return self.values if self.here is None else self.here[1]
 
     @classmethod
     def gather(cls, vector: Tensor, indices: Tensor) -> "SparseVector":

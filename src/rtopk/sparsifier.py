@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
+from rtopk.kernels.host import begin_fetch
 from rtopk.kernels.search import Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
@@ -94,17 +95,23 @@ class Sparsifier:
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
             return SparseVector.gather(vector, tail)
-        competing = vector[:sparse_size]
+        competing, rest = vector[:sparse_size], vector[sparse_size:]
+        rest_here = begin_fetch(rest)  # there when selection has waited
         if r is None:
             head = SparseVector.gather(competing, self.rule.select(competing, k, rng))
         else:
             head = draw_largest(competing, k, r, rng, self.search)
         if sparse_size == vector.numel():
             return head
+        here = None
+        if head.here is not None:
+            at = torch.arange(sparse_size, vector.numel())
+            here = torch.cat([head.here[0], at]), torch.cat([head.here[1], rest_here])
         return SparseVector(
             torch.cat([head.indices, tail]),
-            torch.cat([head.values, vector[sparse_size:]]),
+            torch.cat([head.values, rest]),
             vector.numel(),
+            here,
         )
 
     def entries(self, size: int, step: int) -> int:

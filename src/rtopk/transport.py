@@ -1,6 +1,6 @@
-"""Exchange payloads: a process sends those of its own nodes and receives those of all nodes, in node order."""
+"""Carry payloads between nodes: all of them to every node (exchange), or to each node its own part (swap)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rtopk import compat
+from rtopk.kernels.host import fetch, send
 
 
 class Transport(Protocol):
@@ -18,6 +19,9 @@ class Transport(Protocol):
 
     def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
         """Send the payloads of the local nodes, return those of all nodes in node order."""
+
+    def swap(self, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Send part j of every local node to node j; return what each local node got, in node order."""
 
 
 class InProcess:
@@ -35,6 +39,10 @@ class InProcess:
             raise ValueError(f"expected one payload from each of {self.nodes} nodes, got {len(payloads)}")
         return list(payloads)
 
+    def swap(self, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Return for each node the parts that all nodes have for it."""
+        return [list(column) for column in zip(*parts, strict=True)]
+
 
 class AllGather:
     """One node per process of torch.distributed; the payloads of a round have the same size on all ranks.
@@ -50,12 +58,12 @@ class AllGather:
         self.local = range(self.rank, self.rank + 1)
         self.device = carrier(dist.get_backend_config(group), device or torch.device("cpu"))
 
-    def start(self, payload: Tensor) -> "Exchange":
+    def start(self, payload: Tensor) -> "InFlight":
         """Start to send this process's payload and to receive those of all ranks."""
-        payload = payload.to(self.device).contiguous()
+        payload = send(payload, self.device).contiguous()
         arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
         work = compat.all_gather_single(arrived, payload, self.group)
-        return Exchange(work, payload, arrived.view(self.nodes, -1))
+        return InFlight(work, payload, arrived.view(self.nodes, -1))
 
     def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
         """Send the payload of this process, return those of all ranks in rank order."""
@@ -67,6 +75,12 @@ class AllGather:
         """Exchange payloads whose sizes differ: sizes first, then all at the size of the longest."""
         padded, sizes = self._padded(payload)
         return [whole[:size] for whole, size in zip(self.start(padded).wait(), sizes, strict=True)]
+
+    def swap(self, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Send part j to rank j; return what this rank got, in rank order."""
+        if len(parts) != 1:
+            raise ValueError(f"expected the parts of rank {self.rank} alone, got {len(parts)} lists")
+        return [Swap(self, parts[0]).wait()]
 
     def gather(self, payload: Tensor) -> list[Tensor] | None:
         """Bring payloads whose sizes differ to rank 0, in host memory; None on the others."""
@@ -102,7 +116,7 @@ def carrier(backends: str, device: torch.device) -> torch.device:
     return device
 
 
-class Exchange:
+class InFlight:
     """A collective in flight; keeps its buffers alive."""
 
     def __init__(self, work: dist.Work, payload: Tensor, arrived: Tensor) -> None:
@@ -112,7 +126,52 @@ class Exchange:
         self.arrived = arrived  # (n, bytes)
 
     def wait(self) -> list[Tensor]:
-        """Wait, then return the payloads of all ranks in rank order."""
+        """Wait, then return the payloads of all ranks in rank order, in host memory."""
         self.work.wait()
         self.payload = None  # it is among those that have arrived
-        return list(self.arrived.unbind())
+        return list(fetch(self.arrived)[0].unbind())  # one copy; on NCCL the host waits here
+
+
+class Swap:
+    """Parts of any sizes on their way to their ranks. Sizes and a note to every rank go ahead of them.
+
+    If `go` is false for the notes of all ranks, the parts are not sent. Every rank receives the same notes, so all
+    ranks decide alike.
+    """
+
+    def __init__(
+        self,
+        transport: AllGather,
+        parts: Sequence[Tensor],
+        note: Tensor | None = None,
+        go: Callable[[list[Tensor]], bool] = lambda notes: True,
+    ) -> None:
+        self._group, rank = transport.group, transport.rank
+        sizes = torch.tensor([part.numel() for part in parts])  # (n,)
+        words = sizes.view(torch.uint8).view(len(parts), -1)  # (n, 8)
+        if note is not None:
+            words = torch.cat([words, note.cpu().expand(len(parts), -1)], dim=1)
+        words = send(words.contiguous(), transport.device)
+        arrived = torch.empty_like(words)
+        dist.all_to_all_single(arrived, words, group=self._group)
+        arrived = fetch(arrived)[0]
+        self.notes = list(arrived[:, 8:].unbind())
+        self.sent = self.received = (len(parts) - 1) * words.shape[1]  # bytes, to and from other ranks
+        self._expected = arrived[:, :8].contiguous().view(torch.int64).flatten().tolist()
+        self._work: dist.Work | None = None
+        if go(self.notes):
+            own = sizes.tolist()
+            self._message = send(torch.cat([part.cpu() for part in parts]), transport.device)
+            self._arrived = self._message.new_empty(sum(self._expected))
+            self._work = dist.all_to_all_single(
+                self._arrived, self._message, self._expected, own, group=self._group, async_op=True
+            )
+            self.sent += sum(own) - own[rank]
+            self.received += sum(self._expected) - self._expected[rank]
+
+    def wait(self) -> list[Tensor]:
+        """Wait, then return this rank's parts in rank order."""
+        if self._work is None:
+            raise RuntimeError("the parts were not sent: the ranks' notes say so")
+        self._work.wait()
+        return list(torch.split(fetch(self._arrived)[0], self._expected))

@@ -14,6 +14,7 @@ from ddp_launch import Results, launch
 
 PAIR = [
     exact.equals_reference,
+    exact.momentum_moves,
     exact.buckets_are_rebuilt,
     exact.dense_phase_is_plain_ddp,
     exact.ddp_options,
@@ -22,7 +23,6 @@ PAIR = [
     exact.half_precision,
     exact.one_process,
     exact.two_models,
-    exact.compiled,
     exact.every_coordinate,
     exact.epochs,
     exact.flushed,

@@ -8,8 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
-from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, average, defaults
+from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, defaults
+from rtopk.exchange import Vector, make_exchange
+from rtopk.schedule import as_schedule
 from rtopk.seed import derive, generator
+from rtopk.transport import InProcess
 
 SMALL_BUCKETS = 0.0002  # MB: one bucket at first, four once DDP has rebuilt them
 
@@ -103,6 +106,9 @@ def reference(
     rounding: str = "nearest",
     scope: str = "global",
     seed: int = 0,
+    exchange: str = "all-gather",
+    owner_density: object = None,
+    weights: list[float] | None = None,
     lr: float = 0.1,
     loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
 ) -> nn.Module:
@@ -111,13 +117,31 @@ def reference(
     layouts = {"": Layout.of(model)}
     if scope == "bucket":
         layouts = {name: Layout.of([(name, tensor)]) for name, tensor in parameters.items()}
+    exchanges = {
+        name: make_exchange(
+            exchange,
+            InProcess(nodes),
+            Vector(
+                layout.size,
+                layout.dense_size,
+                mean,
+                weights,
+                getattr(memory(), "keeps", True),
+                derive(seed, name) if name else seed,
+            ),
+            Codec(values, rounding, layout.fingerprint, fixed=True, dense_size=layout.dense_size),
+            as_schedule(density),
+            owner_density,
+        )
+        for name, layout in layouts.items()
+    }
     workers = [
         {
             name: Sparsifier(
                 selector or defaults.selector(nodes),
                 density,
                 memory(),
-                Codec(values, rounding, layout.fingerprint, fixed=True, dense_size=layout.dense_size),
+                exchanges[name].codec,
                 seed=derive(seed, name) if name else seed,
                 node=node,
                 layout=layout,
@@ -133,12 +157,12 @@ def reference(
             parts = torch.autograd.grad(loss(model, node, step), list(parameters.values()))
             gradients.append(dict(zip(parameters, parts, strict=True)))
         for name, layout in layouts.items():
-            vectors = []
+            payloads = []
             for node in range(nodes):
                 own = {n: gradients[node][n] for n in layout.names}
-                payload = workers[node][name].compress(layout.flatten(own), step)
-                vectors.append(workers[node][name].codec.decode(payload))
-            for n, gradient in layout.unflatten(average(vectors, mean)).items():
+                payloads.append(workers[node][name].compress(layout.flatten(own), step))
+            average, _ = exchanges[name].mean(payloads, step)
+            for n, gradient in layout.unflatten(average).items():
                 parameters[n].grad = gradient
         optimizer.step()
     return model

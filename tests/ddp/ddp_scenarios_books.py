@@ -21,6 +21,13 @@ OPERATIONS = ["good"] * 4 + ["bad", "local", "step", "step", "clear"]
 CASES: dict[str, dict[str, Any]] = {
     "global": {"scope": "global"},
     "bucket, views": {"scope": "bucket", "gradient_as_bucket_view": True, "in_place": True},
+    "all-reduce": {"scope": "global", "exchange": "all-reduce"},
+    "all-reduce, unused": {
+        "scope": "bucket",
+        "find_unused_parameters": True,
+        "exchange": "all-reduce",
+        "owner_density": 0.2,
+    },
     "unused, raises": {"scope": "global", "find_unused_parameters": True, "on_nonfinite": "raise"},
 }
 
@@ -44,13 +51,27 @@ def books(at: Place) -> dict[str, Any]:
 
 
 def _run(
-    at: Place, seed: int, scope: str, in_place: bool = False, on_nonfinite: str = "skip", **ddp: bool
+    at: Place,
+    seed: int,
+    scope: str,
+    in_place: bool = False,
+    on_nonfinite: str = "skip",
+    exchange: str = "all-gather",
+    owner_density: float | None = None,
+    **ddp: bool,
 ) -> dict[str, Any]:
     rng = random.Random(seed)  # the same on all ranks
     trunk = nn.Parameter(torch.zeros(7, 9))
     models = [Linear(trunk), Linear(trunk)]
     states = [
-        rtopk.ddp.register(wrap(model, **ddp), 0.3, scope=scope, on_nonfinite=on_nonfinite)
+        rtopk.ddp.register(
+            wrap(model, **ddp),
+            0.3,
+            scope=scope,
+            on_nonfinite=on_nonfinite,
+            exchange=exchange,
+            owner_density=owner_density,
+        )
         for model in models
     ]
     parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
@@ -97,8 +118,11 @@ def _run(
                 local[p].zero_()
         kept = {p: torch.zeros_like(p) for p in parameters}
         for state in states:
-            for name, residual in state.state_dict()["memory"]["residual"].items():
+            memory = state.state_dict()["memory"]
+            for name, residual in memory["residual"].items():
                 kept[state.parameters[name]] += residual
+            for name, residual in memory.get("owner_residual", {}).items():
+                kept[state.parameters[name]] += at.world * residual  # it is kept for all
         for p in parameters:
             lost = p.grad is None or bool(p.grad.isnan().any())
             waiting = torch.zeros_like(p) if lost else p.grad - local[p]

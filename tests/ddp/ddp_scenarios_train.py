@@ -18,12 +18,15 @@ from rtopk.studies.train.processes import ProcessRun
 from rtopk.studies.train.records import digest
 
 SMALL = Config(rounds=12, nodes=2, evaluate_every=4, learning_rate=0.05, density=0.05)
+KEPT = dataclasses.replace(SMALL, exchange="all-reduce")  # owners keep something too
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dense": {"method": "dense", "values": "fp16"},
     "corrected": {"memory": "momentum-correction", "clip_norm": 0.5, "dense_biases": True},
     "dealt": {"method": "dealt-k", "split": "class"},
     "federated": {"setting": "federated", "local_steps": 3, "mean": "received", "split": "dirichlet"},
+    "all-reduce": {"exchange": "all-reduce", "dense_biases": True, "owner_density": 0.2},
+    "all-reduce, federated": {"exchange": "all-reduce", "setting": "federated", "local_steps": 3},
     "received": {"mean": "received", "weighted": True, "split": "dirichlet", "clip_norm": 0.5, "warm_up": 6},
 }
 
@@ -60,7 +63,7 @@ def stops_and_resumes(at: Place) -> dict[str, Any]:
     """A run under torchrun is stopped, goes on under torchrun, and goes on in one process."""
     os.environ.update(RANK=str(at.rank), WORLD_SIZE=str(at.world))
     folder = at.folder / "train"
-    whole = execute(SMALL)["weights"]
+    whole = execute(KEPT)["weights"]
     seen: list[int] = []
 
     def stop() -> bool:  # only rank 1 is asked to stop; both do
@@ -68,7 +71,7 @@ def stops_and_resumes(at: Place) -> dict[str, Any]:
         return at.rank == 1 and len(seen) == 5
 
     try:
-        execute(SMALL, folder, should_stop=stop)
+        execute(KEPT, folder, should_stop=stop)
         stopped = "not stopped"
     except Interrupted as interrupted:
         stopped = str(interrupted)
@@ -77,17 +80,17 @@ def stops_and_resumes(at: Place) -> dict[str, Any]:
     if at.rank == 0:
         del os.environ["RANK"]
         state = torch.load(folder / "checkpoint.pt", weights_only=True)
-        run = Run(SMALL)
+        run = Run(KEPT)
         run.load_state_dict(state["run"])
-        while run.round < SMALL.rounds:
+        while run.round < KEPT.rounds:
             run.advance()
         alone = digest(run.vector())
         os.environ["RANK"] = "0"
     torch.distributed.barrier()
-    resumed = execute(SMALL, folder, resume=True)["weights"]
+    resumed = execute(KEPT, folder, resume=True)["weights"]
     torch.distributed.barrier()
-    wrong = attempt(ProcessRun, dataclasses.replace(SMALL, nodes=3))
-    powersgd = attempt(ProcessRun, dataclasses.replace(SMALL, method="powersgd", matrix_rank=1))
+    wrong = attempt(ProcessRun, dataclasses.replace(KEPT, nodes=3))
+    powersgd = attempt(ProcessRun, dataclasses.replace(KEPT, method="powersgd", matrix_rank=1))
     return {
         "powersgd": powersgd,
         "whole": whole,

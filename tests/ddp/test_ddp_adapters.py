@@ -22,6 +22,7 @@ def frameworks(shared: Path) -> Results:
     )
 
 
+@pytest.mark.slow
 def test_lightning_resumes_to_the_bit(frameworks: Results) -> None:
     one, two = clean(frameworks, "lightning")
     for found in (one, two):
@@ -35,6 +36,7 @@ def test_lightning_resumes_to_the_bit(frameworks: Results) -> None:
     assert one["sent"] < 26128  # the gradient in fp32
 
 
+@pytest.mark.slow
 def test_lightning_skips_a_step_with_nan(frameworks: Results) -> None:
     for found in clean(frameworks, "lightning_skips"):
         assert found["finite"]
@@ -42,12 +44,14 @@ def test_lightning_skips_a_step_with_nan(frameworks: Results) -> None:
         assert found["other"] == 8  # from its own beginning, not from the residuals of another model
 
 
+@pytest.mark.slow
 def test_accelerate_keeps_two_models_apart(frameworks: Results) -> None:
     for found in clean(frameworks, "accelerate_pair"):
         assert found["loaded"] == found["saved"] != found["moved"]
         assert found["saved"][0] != found["saved"][1]
 
 
+@pytest.mark.slow
 def test_accelerate_resumes_to_the_bit(frameworks: Results) -> None:
     one, two = clean(frameworks, "accelerate")
     assert two["printed"] == []

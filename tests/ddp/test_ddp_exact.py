@@ -7,25 +7,7 @@ import ddp_scenarios_exact as exact
 import pytest
 from ddp_launch import Results, clean, launch
 
-VARIANTS = [
-    "global",
-    "bucket",
-    "top_k",
-    "random_k",
-    "dealt",
-    "dealt_bucket",
-    "no_memory",
-    "no_memory_nodes",
-    "momentum-correction",
-    "momentum_bucket",
-    "received",
-    "received_bucket",
-    "seed",
-    "int8",
-    "4bit_bucket",
-    "half_of_all",
-    "schedule",
-]
+VARIANTS = list(exact.VARIANTS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -36,9 +18,28 @@ def test_weights_equal_the_reference_to_the_bit(pair: Results, variant: str) -> 
         assert hooked == expected
 
 
+@pytest.mark.slow
+def test_more_weights_equal_the_reference_to_the_bit(shared: Path) -> None:
+    results = launch(shared, "more", 2, [exact.equals_reference_more])
+    for found in clean(results, "equals_reference_more"):
+        assert [found[variant][0] for variant in exact.MORE] == [found[v][1] for v in exact.MORE]
+        assert len({found[variant][0] for variant in exact.MORE}) == len(exact.MORE)
+
+
 def test_variants_are_different_runs(pair: Results) -> None:
     found = clean(pair, "equals_reference")[0]
     assert len({found[variant][0] for variant in VARIANTS}) == len(VARIANTS)
+
+
+@pytest.mark.parametrize("nesterov", ["False", "True"])
+def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nesterov: str) -> None:
+    for found in clean(pair, "momentum_moves"):
+        moved = found[nesterov]
+        assert moved["held"] == [0.0, pytest.approx(0.05)]
+        assert moved["bits"][0] == moved["bits"][1]
+        assert moved["again"] == 0.8
+        assert moved["back"] == [0.8, 0.01, False]
+        assert "groups of SGD differ in (momentum, nesterov)" in found["differ"]
 
 
 def test_one_collective_of_the_known_size_per_step_or_bucket(pair: Results) -> None:
@@ -107,8 +108,9 @@ def test_two_models_in_one_process(pair: Results) -> None:
             assert hooked == expected
 
 
-def test_compiled_modules(pair: Results) -> None:
-    _compiled(pair, "compiled")
+@pytest.mark.slow
+def test_compiled_modules(shared: Path) -> None:
+    _compiled(launch(shared, "compiled", 2, [exact.compiled]), "compiled")
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ def check_books(folder, rolled_back):
             assert any(round_ == when and words in reason for round_, reason in reasons), (words, reasons)
 
 
+@pytest.mark.slow
 def test_faults_in_the_simulation(tmp_path):
     """Exception after the change, dropped reply, duplicate, reordered messages, ten rounds away."""
     engines.python(tmp_path, "import faulty_app; faulty_app.simulate()")

@@ -12,8 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import rtopk.fsdp
-from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, average, defaults
+from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, defaults
+from rtopk.exchange import Vector, make_exchange
+from rtopk.schedule import as_schedule
 from rtopk.seed import derive
+from rtopk.transport import InProcess
 
 Loss = Callable[[nn.Module, int, int], Tensor]
 
@@ -80,23 +83,34 @@ class Reference:
         seed: int = 0,
         memory: Callable[[], Any] = ErrorFeedback,
         selector: Any = None,
+        exchange: str = "all-gather",
         loss: Loss = loss_of,
     ) -> None:
         self.model, self.replicas, self.count, self.loss = model, replicas, count, loss
         self.parameters = dict(model.named_parameters())
         self.nodes: list[list[dict[str, Sparsifier]]] = []  # [shard][replica][name, or "" for all]
+        self.exchanges: list[dict[str, Any]] = []  # [shard][name]
         for index in range(count):
             local = {name: shards(p.detach(), count)[index] for name, p in self.parameters.items()}
             layouts = {"": Layout.of(local.items())}
             if scope == "bucket":
                 layouts = {name: Layout.of([(name, tensor)]) for name, tensor in local.items()}
             own = derive(seed, "shard", index)
+            seeds = {name: derive(own, name) if name else own for name in layouts}
+            self.exchanges.append({
+                name: make_exchange(
+                    exchange, InProcess(replicas),
+                    Vector(layout.size, layout.dense_size, "nodes", None, keeps=True, seed=seeds[name]),
+                    Codec(values, "nearest", layout.fingerprint, fixed=True, dense_size=layout.dense_size),
+                    as_schedule(density),
+                )
+                for name, layout in layouts.items()
+            })  # fmt: skip
             self.nodes.append([
                 {
                     name: Sparsifier(
                         selector or defaults.selector(replicas), density, memory(),
-                        Codec(values, "nearest", layout.fingerprint, fixed=True, dense_size=layout.dense_size),
-                        derive(own, name) if name else own, node=replica, layout=layout,
+                        self.exchanges[index][name].codec, seeds[name], node=replica, layout=layout,
                     )
                     for name, layout in layouts.items()
                 }
@@ -121,16 +135,15 @@ class Reference:
 
     def _exchange(self, index: int, sites: list[dict[str, Tensor]], step: int) -> None:
         for name in self.nodes[index][0]:
-            vectors = []
+            payloads = []
             layout = self.nodes[index][0][name].layout
             for replica, site in enumerate(sites):
                 local = {
                     n: shards(value, self.count)[index] for n, value in site.items() if n in layout.names
                 }
-                sparsifier = self.nodes[index][replica][name]
-                payload = sparsifier.compress(layout.flatten(local), step)
-                vectors.append(sparsifier.codec.decode(payload))
-            for n, values in layout.unflatten(average(vectors)).items():
+                payloads.append(self.nodes[index][replica][name].compress(layout.flatten(local), step))
+            mean, _ = self.exchanges[index][name].mean(payloads, step)
+            for n, values in layout.unflatten(mean).items():
                 shards(self.parameters[n].grad, self.count)[index].copy_(values)
 
 

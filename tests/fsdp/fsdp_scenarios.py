@@ -96,11 +96,39 @@ def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, r
         optimizer.zero_grad()
 
 
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+DENSE: dict[str, dict[str, Any]] = {
+    "global": {},
+    "bucket": {"scope": "bucket"},
+    "global, twice": {"loss": twice},
+    "bucket, accumulation": {"scope": "bucket", "loss": accumulating},
+    "bf16 parameters, fp32 reduction": {"how": {"mp_policy": LOW}},
+    "clipping": {"loop": clipping},
+    "tied": {"make": tied},
+}
+MORE_DENSE: dict[str, dict[str, Any]] = {
+    "bucket, twice": {"scope": "bucket", "loss": twice},
+    "global, accumulation": {"loss": accumulating},
+    "adamw": {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)},
+    "no resharding after forward": {"how": {"reshard_after_forward": False}},
+    "resharding after forward": {"how": {"reshard_after_forward": True}},
+    "activation checkpointing": {"make": checkpointed},
+    "compiled blocks": {"make": compiled},
+    "frozen": {"make": frozen},
+}
+
+
 def dense_is_native(at: Place) -> dict[str, Any]:
     """With density 1 the exchange is the mean that native hybrid sharding takes: same bits."""
-    mesh = meshes()
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found: dict[str, Any] = {}
+    return _against_native(at, DENSE)
+
+
+def more_dense_is_native(at: Place) -> dict[str, Any]:
+    return _against_native(at, MORE_DENSE)
+
+
+def _against_native(at: Place, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    mesh, found = meshes(), {}
 
     def compare(name: str, *, make: Any = net, how: Any = None, loop: Any = train, optimizer: Any = sgd,
                 loss: Any = None, **options: Any) -> None:  # fmt: skip
@@ -110,25 +138,14 @@ def dense_is_native(at: Place) -> dict[str, Any]:
             loop(model, optimizer(model), range(4), at.rank, **({"loss": loss} if loss else {}))
         found[name] = [weights(ours), weights(theirs)]
 
-    for scope in ("global", "bucket"):
-        compare(scope, scope=scope)
-        compare(f"{scope}, twice", scope=scope, loss=twice)
-        compare(f"{scope}, accumulation", scope=scope, loss=accumulating)
-    compare("adamw", optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
-    compare("bf16 parameters, fp32 reduction", how={"mp_policy": low})
-    compare("no resharding after forward", how={"reshard_after_forward": False})
-    compare("resharding after forward", how={"reshard_after_forward": True})
-    compare("clipping", loop=clipping)
-    compare("activation checkpointing", make=checkpointed)
-    compare("compiled blocks", make=compiled)
-    compare("frozen", make=frozen)
-    compare("tied", make=tied)
-    for scope in ("global", "bucket"):
-        models = [grouped(mesh["shard"]), grouped(mesh)]
-        rtopk.fsdp.register(models[0], mesh["replicate"], density=1.0, scope=scope)
-        for model in models:
-            train(model, sgd(model), range(4), at.rank)
-        found[f"{scope}, sharded together"] = [weights(model) for model in models]
+    for name, setting in settings.items():
+        compare(name, **setting)
+    scope = "global" if settings is DENSE else "bucket"
+    models = [grouped(mesh["shard"]), grouped(mesh)]
+    rtopk.fsdp.register(models[0], mesh["replicate"], density=1.0, scope=scope)
+    for model in models:
+        train(model, sgd(model), range(4), at.rank)
+    found[f"{scope}, sharded together"] = [weights(model) for model in models]
     return found
 
 
@@ -153,6 +170,8 @@ def equals_reference(at: Place) -> dict[str, Any]:
         "top_k": {"selector": TopK()},
         "4bit": {"values": "4bit", "seed": 3},
         "momentum correction": {"memory": MomentumCorrection},
+        "all-reduce": {"exchange": "all-reduce"},
+        "all-reduce, bucket": {"exchange": "all-reduce", "scope": "bucket", "values": "4bit"},
     }
     found: dict[str, Any] = {}
     for name, options in variants.items():
@@ -177,8 +196,8 @@ def balance(at: Place) -> dict[str, Any]:
     """sent + residual = what came in, on every shard, with uneven shards and quantised values."""
     mesh = meshes()
     found = {}
-    for scope in ("global", "bucket"):
-        model, state = registered(mesh, None, scope=scope, values="4bit", density=0.02)
+    for scope, exchange in (("global", "all-gather"), ("bucket", "all-gather"), ("global", "all-reduce")):
+        model, state = registered(mesh, None, scope=scope, exchange=exchange, values="4bit", density=0.02)
         applied = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in state.tensors.items()}
         came = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in state.tensors.items()}
         plain = shard(net(), mesh["shard"])
@@ -192,12 +211,15 @@ def balance(at: Place) -> dict[str, Any]:
             plain.zero_grad()
             model.zero_grad()
         worst = 0.0
-        for name, residual in state.state_dict()["memory"]["residual"].items():
+        memory = state.state_dict()["memory"]
+        for name, residual in memory["residual"].items():
+            if "owner_residual" in memory:
+                residual = residual + 2 * memory["owner_residual"][name]  # it is kept for both replicas
             both = torch.stack([came[name], residual.double()])
             dist.all_reduce(both, group=mesh["replicate"].get_group())
             worst = max(worst, float(((both[0] - both[1]) / 2 - applied[name]).abs().max().nan_to_num()))
         entries = state.stats.entries
-        found[scope] = [worst, entries, state.layout.size]
+        found[scope if exchange == "all-gather" else exchange] = [worst, entries, state.layout.size]
     return found
 
 
@@ -215,8 +237,9 @@ def tiny(at: Place) -> dict[str, Any]:
         return nn.functional.mse_loss(model(inputs), targets[:, :1])
 
     found = {}
-    for scope in ("global", "bucket"):
-        ours, state = registered(mesh, one_row(), density=1.0, scope=scope)
+    for scope in ("global", "bucket", "all-reduce"):
+        how = {"exchange": scope} if scope == "all-reduce" else {"scope": scope}
+        ours, state = registered(mesh, one_row(), density=1.0, **how)
         theirs = native(mesh, one_row())
         for model in (ours, theirs):
             train(model, sgd(model), range(3), at.rank, loss)
@@ -229,7 +252,9 @@ def not_finite(at: Place) -> dict[str, Any]:
     """NaN in the gradient of one shard of one site: all four ranks skip that step and no other."""
     mesh, found = meshes(), {}
     for scope in ("global", "bucket"):
-        model, state = registered(mesh, scope=scope)
+        model, state = registered(
+            mesh, scope=scope, exchange="all-reduce" if scope == "global" else "all-gather"
+        )
         optimizer = sgd(model)
         train(model, optimizer, range(2), at.rank)
         before, residual = weights(model), bits(state.state_dict()["memory"])
@@ -291,8 +316,9 @@ class Recomputing(nn.Sequential):
     """Recompute the first layers in a backward pass inside the backward pass."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = checkpoint(self[:4], inputs.requires_grad_(), use_reentrant=True)
-        return self[4:](hidden)
+        layers = list(self)  # a slice of this would be another of its kind
+        hidden = checkpoint(nn.Sequential(*layers[:4]), inputs.requires_grad_(), use_reentrant=True)
+        return nn.Sequential(*layers[4:])(hidden)
 
 
 def reentrant(at: Place) -> dict[str, Any]:
@@ -604,9 +630,7 @@ def refused(at: Place) -> dict[str, Any]:
         "partly": lambda: rtopk.fsdp.register(partly(), mesh["replicate"]),
         "ddp": lambda: rtopk.ddp.register(shard(net(), mesh["shard"])),
         "momentum": lambda: (
-            lambda m: rtopk.fsdp.register(
-                m, mesh["replicate"], memory="momentum-correction", optimizer=sgd(m)
-            )
+            lambda m: rtopk.fsdp.register(m, mesh["replicate"], memory=MomentumCorrection, optimizer=sgd(m))
         )(shard(net(), mesh["shard"])),
     }
     found = {}
@@ -636,6 +660,24 @@ def first_half(at: Place, until: int = 10) -> dict[str, Any]:
     return found
 
 
+def owners_through_dcp(at: Place) -> dict[str, Any]:
+    """What owners keep goes through DCP: a new state trains on to the same bits."""
+    how = {"exchange": "all-reduce", "scope": "bucket"}
+    model, state = registered(meshes(), **how)
+    train(model, sgd(model), range(4), at.rank)
+    folder = str(at.folder / "fsdp-owners")
+    dcp.save({"model": model.state_dict(), "rtopk": state.sharded()}, checkpoint_id=folder)
+    again, other = registered(meshes(), net(seed=5), **how)
+    loaded = {"model": again.state_dict(), "rtopk": other.sharded()}
+    dcp.load(loaded, checkpoint_id=folder)
+    again.load_state_dict(loaded["model"])
+    same = bits(other.state_dict()) == bits(state.state_dict())
+    kept = sum(float(t.abs().sum()) for t in state.state_dict()["memory"]["owner_residual"].values())
+    for one in (model, again):
+        train(one, sgd(one), range(4, 6), at.rank)
+    return {"same": same, "kept": kept, "bits": [weights(model), weights(again)]}
+
+
 def _all_of(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
     moments = {
         f"{i}": s["momentum_buffer"] for i, s in enumerate(optimizer.state.values()) if "momentum_buffer" in s
@@ -661,10 +703,10 @@ def _resumed(at: Place, scope: str, through: str, replicas: int = 2, step: int =
     return model, optimizer, state
 
 
-def second_half(at: Place, until: int = 10) -> dict[str, Any]:
+def second_half(at: Place, until: int = 10, scopes: tuple[str, ...] = ("global",)) -> dict[str, Any]:
     """As many steps again in fresh processes, from files and from DCP, against the reference over all."""
     found = {}
-    for scope in ("global", "bucket"):
+    for scope in scopes:
         expected = [None]
         if at.rank == 0:
             reference = Reference(net(), 2, 2, scope=scope)
@@ -685,7 +727,7 @@ def first_fifty(at: Place) -> dict[str, Any]:
 
 
 def last_fifty(at: Place) -> dict[str, Any]:
-    return second_half(at, 50)
+    return second_half(at, 50, ("global", "bucket"))
 
 
 def other_replicas(at: Place) -> dict[str, Any]:

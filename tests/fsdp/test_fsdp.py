@@ -26,6 +26,7 @@ FOUR = [
     scenarios.refused,
     scenarios.interrupted,
     scenarios.reentrant,
+    scenarios.owners_through_dcp,
     scenarios.first_half,
 ]
 
@@ -46,15 +47,16 @@ def same(found: list[dict], name: str) -> None:
     assert found[0][name][0] == found[0][name][1], name
 
 
-DENSE = ["global", "bucket", "global, twice", "bucket, twice", "global, accumulation", "bucket, accumulation",
-         "adamw", "bf16 parameters, fp32 reduction", "no resharding after forward", "resharding after forward",
-         "clipping", "activation checkpointing", "compiled blocks", "frozen", "tied", "global, sharded together",
-         "bucket, sharded together"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*scenarios.DENSE, "global, sharded together"])
 def test_density_1_is_native_hybrid_sharding_to_the_bit(four: Results, name: str) -> None:
     same(clean(four, "dense_is_native"), name)
+
+
+@pytest.mark.slow
+def test_density_1_is_native_in_more_settings(shared: Path) -> None:
+    results = run(shared, "more", 4, [scenarios.more_dense_is_native])
+    for name in [*scenarios.MORE_DENSE, "bucket, sharded together"]:
+        same(clean(results, "more_dense_is_native"), name)
 
 
 def test_replicas_are_added_in_fp32_whatever_the_reduction_within_a_site(four: Results) -> None:
@@ -63,7 +65,10 @@ def test_replicas_are_added_in_fp32_whatever_the_reduction_within_a_site(four: R
         assert 0.0 < rank["bf16"] < 0.01  # FSDP adds replicas in bf16, which keeps 8 bits
 
 
-@pytest.mark.parametrize("name", ["global", "bucket", "top_k", "4bit", "momentum correction"])
+REFERENCES = ["global", "bucket", "top_k", "4bit", "momentum correction", "all-reduce", "all-reduce, bucket"]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
 def test_equals_the_reference_on_the_shards(four: Results, name: str) -> None:
     found = clean(four, "equals_reference")
     same(found, name)
@@ -71,14 +76,21 @@ def test_equals_the_reference_on_the_shards(four: Results, name: str) -> None:
         assert rank[f"{name}, residual"][0] == rank[f"{name}, residual"][1]
 
 
-@pytest.mark.parametrize("scope", ["global", "bucket"])
+def test_what_owners_keep_goes_through_dcp(four: Results) -> None:
+    for rank in clean(four, "owners_through_dcp"):
+        assert rank["same"]
+        assert rank["kept"] > 0.0
+        assert rank["bits"][0] == rank["bits"][1]
+
+
+@pytest.mark.parametrize("scope", ["global", "bucket", "all-reduce"])
 def test_nothing_is_lost(four: Results, scope: str) -> None:
     for worst, entries, size in (rank[scope] for rank in clean(four, "balance")):
         assert worst < 1e-5
         assert entries < size / 4  # it was sparse
 
 
-@pytest.mark.parametrize("scope", ["global", "bucket"])
+@pytest.mark.parametrize("scope", ["global", "bucket", "all-reduce"])
 def test_a_shard_may_be_empty(four: Results, scope: str) -> None:
     found = clean(four, "tiny")
     same(found, scope)
@@ -219,7 +231,7 @@ def resumed(four: Results, shared: Path) -> Results:
 WAYS = ["global, files", "global, dcp", "bucket, files", "bucket, dcp"]
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", WAYS[:2])
 def test_a_restart_changes_no_bit(resumed: Results, name: str) -> None:
     found = clean(resumed, "second_half")
     same(found, name)

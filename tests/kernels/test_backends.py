@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+from chosen import prefer
 
 from rtopk import RTopK, Sparsifier, kernels
-from rtopk.kernels import cpu, plain
+from rtopk.kernels import cpu, draws, plain
 from rtopk.seed import generator
 
 
@@ -26,8 +27,12 @@ def test_the_choice_follows_the_tensor():
         assert kernels.backend(vector, other) is plain
 
 
-@pytest.mark.parametrize(("name", "expected"), [("torch", "plain"), ("cpu", "cpu"), ("", "cpu")])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("torch", "plain"), ("cpu", "cpu"), ("triton", "device"), ("", "cpu")]
+)
 def test_the_environment_forces_one(name, expected):
+    if name == "triton":
+        pytest.importorskip("triton")
     program = "import torch; from rtopk import kernels; print(kernels.backend(torch.zeros(3)).__name__)"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -46,14 +51,16 @@ def test_an_unknown_backend_is_refused():
         capture_output=True,
         text=True,
     )
-    assert "RTOPK_BACKEND must be one of cpu, torch, got 'gpu'" in done.stderr
+    assert "RTOPK_BACKEND must be one of cpu, triton, torch, got 'gpu'" in done.stderr
 
 
 def test_every_backend_gives_the_same_payloads(monkeypatch):
     """Over steps whose scale jumps; momentum and plain error feedback are in test_kernels.py."""
+    pytest.importorskip("triton")
     payloads = {}
     for name, found in kernels.BACKENDS.items():
-        monkeypatch.setattr(kernels, "_order", [found, plain])
+        prefer(monkeypatch, name)
+        assert kernels.backend(torch.zeros(3)) is found
         node = Sparsifier(RTopK(r_over_k=3), 0.02)
         payloads[name] = [
             node.compress(torch.randn(3000, generator=generator(step)) ** 3 * 10.0 ** (step % 4), step)
@@ -64,16 +71,22 @@ def test_every_backend_gives_the_same_payloads(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(first, others, strict=True)), name
 
 
+def scan_and_pick(vector, search):
+    """Look at a vector that is not finite: the scan finds out, or on a device what waits for it."""
+    kernels.scan_finite(vector, search, "vector")
+    kernels.pick(search.found, 1, draws.every_bit(1), 1)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 1500, 2999])
 @pytest.mark.parametrize("name", kernels.BACKENDS)
 def test_a_scan_finds_what_is_not_finite(name, place, bad, monkeypatch):
     """However many candidates there are: NaN and Inf are the largest of all."""
-    monkeypatch.setattr(kernels, "_order", [kernels.BACKENDS[name], plain])
+    prefer(monkeypatch, name)
     vector = torch.arange(3000.0)
     vector[place] = bad
     for wanted in (1, 5, 2000):
         search = kernels.Search(0.0, wanted, 2500)
         with pytest.raises(kernels.NotFiniteError, match=f"at index {place} of 3000") as caught:
-            kernels.scan_finite(vector, search, "vector")
+            scan_and_pick(vector, search)
         assert caught.value.index == place

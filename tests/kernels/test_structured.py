@@ -194,6 +194,7 @@ def test_what_is_allocated_is_filled(monkeypatch, threads):
             assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_every_branch_of_selection_is_reached():
     """A random vector takes the common ones; an error in the others was not seen for that reason."""
     here = Path(__file__).parent

@@ -3,22 +3,24 @@
 "Larger" means larger magnitude; ties go to the lower index. So the r largest entries are one definite set, the same
 in every backend and for any number of threads.
 
-A backend serves one kind of tensor: `cpu` has compiled loops for fp32 in host memory, `torch` serves every other
-device and dtype (in `plain.py`, because a file torch.py here would shadow torch). `backend` chooses one, and is the
-only place that asks what kind a tensor is; RTOPK_BACKEND=torch makes it always choose that one. All give the same
-bits.
+A backend serves one kind of tensor: `cpu` has compiled loops for fp32 in host memory, `triton` has programs for
+CUDA and ROCm devices, `torch` serves every other device and dtype. (The last two are in `device.py` and `plain.py`,
+because files of their names would shadow the packages.) `backend` chooses one, and is the only place that asks what
+kind a tensor is; RTOPK_BACKEND=torch makes it always choose that one. All give the same bits.
 """
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rtopk.kernels import cpu, draws, plain
-from rtopk.kernels.search import Candidates, Picked, Search, quantiles, stride
+from rtopk.kernels import cpu, device, draws, plain
+from rtopk.kernels.search import Candidates, Pending, Picked, Search
 
 Words = Any  # bits in words of 64, or a function that returns them
 
@@ -52,7 +54,7 @@ class Backend(Protocol):
     @property
     def accumulate_(
         self,
-    ) -> Callable[[Tensor, Tensor, Search | None, Tensor | None, float, float], Candidates | None]:
+    ) -> Callable[[Tensor, Tensor, Search | None, Tensor | None, float, float, float], Candidates | None]:
         """Add a gradient to a residual and note candidates in the same pass."""
 
     @property
@@ -60,8 +62,8 @@ class Backend(Protocol):
         """Note the candidates of a vector; NaN and Inf are among them."""
 
     @property
-    def sample(self) -> Callable[[Tensor, slice], Any]:
-        """Return some entries as a numpy array."""
+    def search_largest(self) -> Callable[[Tensor, int], Candidates]:
+        """Return candidates that include the r largest entries, without a previous guess."""
 
     @property
     def pick(self) -> Callable[[Candidates, int, Words, int], Picked]:
@@ -76,7 +78,11 @@ class Backend(Protocol):
         """Join ascending lists of positions."""
 
 
-BACKENDS: dict[str, Backend] = {"cpu": cpu, "torch": plain}  # the first that serves is taken
+BACKENDS: dict[str, Backend] = {
+    "cpu": cpu,
+    "triton": device,
+    "torch": plain,
+}  # the first that serves is taken
 
 
 def forced() -> str | None:
@@ -93,6 +99,18 @@ _order = sorted(BACKENDS.values(), key=lambda backend: backend is not BACKENDS.g
 def backend(*vectors: Tensor) -> Backend:
     """Return the backend for these vectors."""
     return next(found for found in _order if found.serves(*vectors))
+
+
+@contextmanager
+def preferring(name: str) -> Iterator[None]:
+    """Prefer a backend wherever it serves, within a block: for comparisons. All threads are affected."""
+    global _order
+    before = _order
+    _order = sorted(before, key=lambda found: found is not BACKENDS[name])
+    try:
+        yield
+    finally:
+        _order = before
 
 
 def zeros(like: Tensor) -> Tensor:
@@ -120,14 +138,15 @@ def accumulate_(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
     scale: float = 1.0,
+    decay: float = 1.0,
 ) -> None:
     """Add the gradient to the residual, or to the velocity and that to the residual.
 
-    With a velocity: velocity <- momentum * velocity + scale * gradient, with every operation rounded. Candidates go
-    to `search.found`.
+    With a velocity: velocity <- momentum * velocity + scale * gradient. Without one the residual is multiplied by
+    `decay` first. Every operation is rounded. Candidates go to `search.found`.
     """
     moved = (residual, gradient) if velocity is None else (residual, gradient, velocity)
-    found = backend(*moved).accumulate_(residual, gradient, search, velocity, momentum, scale)
+    found = backend(*moved).accumulate_(residual, gradient, search, velocity, momentum, scale, decay)
     if search is not None:
         search.found = found
 
@@ -141,12 +160,16 @@ def scan(vector: Tensor, search: Search) -> Candidates:
 def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
     """Scan a vector, or only check it; raise ValueError if an entry is not finite.
 
-    The search checks the part that it covers: NaN and Inf count as the largest entries.
+    The search checks the part that it covers: NaN and Inf count as the largest entries. Where to know it would be
+    to wait for a device, `pick` raises instead: it has to wait anyway.
     """
     if search is None:
         require_finite(vector, name)
         return
     candidates = scan(vector, search)
+    if isinstance(candidates, Pending):
+        candidates.refuse = partial(require_finite, vector, name)
+        return
     unsearched = vector[vector.numel() if search.size is None else search.size :]
     if any(reaches(part, math.inf) for part in (*(values for _, values in candidates.parts), unsearched)):
         require_finite(vector, name)
@@ -154,17 +177,7 @@ def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
 
 def search_largest(vector: Tensor, r: int) -> Candidates:
     """Return candidates that include the r largest entries, without a previous guess."""
-    serving = backend(vector)
-    sample = serving.sample(vector, slice(None, None, stride(vector.numel())))
-    found = scan(vector, _unchecked(quantiles(sample, r, vector.numel())[0], r))
-    return found if len(found) >= r else scan(vector, _unchecked(0.0, r))
-
-
-def _unchecked(floor: float, r: int) -> Search:
-    """Return a search whose floor is not checked against a sample, because it comes from one."""
-    search = Search(floor, r)
-    search.checks = 0
-    return search
+    return backend(vector).search_largest(vector, r)
 
 
 def largest(vector: Tensor, r: int) -> Tensor:
@@ -179,9 +192,9 @@ def pick(candidates: Candidates, r: int, words: Words, k: int) -> Picked:
 
     `words` may be a function, which is called in parallel with the search for the r-th magnitude.
     """
-    if len(candidates) < r:
+    if not candidates.hold(r):
         raise ValueError(f"need at least r={r} candidates, got {len(candidates)}")
-    return backend(*(values for _, values in candidates.parts)).pick(candidates, r, words, k)
+    return backend(candidates.like).pick(candidates, r, words, k)
 
 
 def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float = 1.0) -> None:

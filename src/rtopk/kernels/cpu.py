@@ -61,10 +61,13 @@ def accumulate_(
     velocity: Tensor | None,
     momentum: float,
     scale: float,
+    decay: float,
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates."""
     arrays = [_array(vector) for vector in (residual, gradient, velocity) if vector is not None]
     if velocity is None:
+        if decay != 1.0:
+            residual.mul_(decay)
         loop: Callable[..., Any] = partial(loops.add, *arrays)
     else:
         numbers = np.float32(momentum), np.float32(scale)
@@ -82,9 +85,18 @@ def scan(vector: Tensor, search: Search) -> Candidates:
     return _collect(partial(loops.scan, array), size, search, array.__getitem__)
 
 
-def sample(vector: Tensor, every: slice) -> Any:
-    """Return some entries as a numpy array."""
-    return _array(vector)[every]
+def search_largest(vector: Tensor, r: int) -> Candidates:
+    """Return candidates that include the r largest entries, without a previous guess."""
+    d = vector.numel()
+    found = scan(vector, _unchecked(quantiles(_array(vector)[:: stride(d)], r, d)[0], r))
+    return found if len(found) >= r else scan(vector, _unchecked(0.0, r))
+
+
+def _unchecked(floor: float, r: int) -> Search:
+    """Return a search whose floor is not checked against a sample, because it comes from one."""
+    search = Search(floor, r)
+    search.checks = 0
+    return search
 
 
 def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:

@@ -1,6 +1,8 @@
-"""Plain torch, for every device and dtype: the same streaming search in blocks.
+"""Plain torch, for every device and dtype: the same search without a wait, as long as the guess is good.
 
-Entries that reach a bound are collected; when there are more than enough, only the largest are kept and the bound
+Entries that reach the floor are marked, and as many as there is room for are collected; the host learns only with
+the selection itself how many there were. If they were too few, or did not fit, a streaming search follows: entries
+that reach a bound are collected in blocks; when there are more than enough, only the largest are kept and the bound
 rises. No sort or topk ever sees more than a block plus twice r entries. The result is exactly the same set.
 """
 
@@ -12,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws
-from rtopk.kernels.search import Candidates, Picked, Search
+from rtopk.kernels.host import fetch, send
+from rtopk.kernels.search import Candidates, Pending, Picked, Search, quantiles, room_for, stride
 
 BLOCK = 1 << 20
 
@@ -30,7 +33,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
     low, high = torch.aminmax(vector.detach())  # NaN if there is one
-    return not (float(high) < limit and float(low) > -limit)
+    return not bool((high < limit) & (low > -limit))
 
 
 def accumulate_(  # the signature is that of every backend
@@ -40,10 +43,11 @@ def accumulate_(  # the signature is that of every backend
     velocity: Tensor | None,
     momentum: float,
     scale: float,
+    decay: float,
 ) -> Candidates | None:
     """Add the gradient, or with a velocity: momentum * velocity + scale * gradient, to the residual."""
     if velocity is None:
-        residual.add_(gradient)
+        (residual if decay == 1.0 else residual.mul_(decay)).add_(gradient)
     else:
         velocity.mul_(momentum)
         if scale == 1.0:
@@ -58,13 +62,52 @@ def accumulate_(  # the signature is that of every backend
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:
-    """Return the entries at or above the floor, or the `wanted` largest of them.
+    """Return the entries at or above the floor; NaN reaches every floor. On CUDA nothing waits for their number."""
+    size = vector.numel() if search.size is None else search.size
+    if not _static(vector):
+        return streamed(vector[:size], search.floor, search.wanted)
+    marks = torch.empty(size, dtype=torch.bool, device=vector.device)
+    bound = torch.full((), search.floor, dtype=torch.float64, device=vector.device).to(vector.dtype)
+    for begin in range(0, size, BLOCK):  # in blocks: magnitudes of all would be one more vector
+        here = marks[begin : begin + BLOCK]
+        torch.lt(vector[begin : min(begin + BLOCK, size)].abs(), bound, out=here)
+        here.logical_not_()
+    return Reached(vector, size, search, marks)
 
-    There may be more than `wanted`, never fewer of the largest. NaN counts as reaching every floor.
+
+class Reached(Pending):
+    """Candidates marked by a byte each, on any device."""
+
+    def __init__(self, vector: Tensor, size: int, search: Search, marks: Tensor) -> None:
+        super().__init__(search.floor)
+        self.vector, self.rest, self.wanted, self.marks = vector[:size], vector[size:], search.wanted, marks
+
+    def count(self) -> int:
+        """Wait, and return how many there are."""
+        return int(self.marks.sum())
+
+    @property
+    def like(self) -> Tensor:
+        """The vector."""
+        return self.vector
+
+    @property
+    def parts(self) -> tuple[tuple[Tensor, Tensor], ...]:  # type: ignore[override]
+        """The candidates, or the `wanted` largest if there are far more: waits."""
+        return streamed(self.vector, self.floor, self.wanted).parts
+
+    def finite(self, largest: Tensor) -> Tensor:
+        """Return whether all entries are finite, given the largest that compete: NaN and Inf are among those."""
+        return largest.isfinite().all() & self.rest.isfinite().all()
+
+
+def streamed(vector: Tensor, floor: float, wanted: int | None) -> Candidates:
+    """Return the entries at or above the floor, or the `wanted` largest of them, in bounded memory.
+
+    There may be more than `wanted`, never fewer of the largest. Waits for the device in every block.
     """
-    vector = vector if search.size is None else vector[: search.size]
     positions, values, held = [vector.new_empty(0, dtype=torch.int64)], [vector.new_empty(0)], 0
-    bound = torch.tensor(search.floor, dtype=torch.float64, device=vector.device).to(vector.dtype)
+    bound = torch.full((), floor, dtype=torch.float64, device=vector.device).to(vector.dtype)
     strict = False
     for begin in range(0, vector.numel(), BLOCK):
         block = vector[begin : begin + BLOCK]
@@ -73,26 +116,55 @@ def scan(vector: Tensor, search: Search) -> Candidates:
         positions.append(found + begin)
         values.append(block[found])
         held += found.numel()
-        if search.wanted is not None and held > 2 * search.wanted + 64:
+        if wanted is not None and held > 2 * wanted + 64:
             at, value = torch.cat(positions), torch.cat(values)
-            best = _largest_of(value, search.wanted)
-            positions, values, held = [at[best]], [value[best]], search.wanted
+            best = _largest_of(value, wanted, value.numel())
+            positions, values, held = [at[best]], [value[best]], wanted
             bound, strict = _magnitude(values[0]).min(), True  # ties go to the earlier entry
-    return Candidates(((torch.cat(positions), torch.cat(values)),), search.floor)
+    return Candidates(((torch.cat(positions), torch.cat(values)),), floor)
 
 
-def sample(vector: Tensor, every: slice) -> Any:
-    """Return some entries as a numpy array."""
-    return vector.detach()[every].to("cpu", torch.float64).numpy()
+def search_largest(vector: Tensor, r: int) -> Candidates:
+    """Return candidates that include the r largest entries, without a previous guess: a sample guesses."""
+    sample = fetch(vector[:: stride(vector.numel())].double())[0].numpy()
+    found = scan(vector, Search(quantiles(sample, r, vector.numel())[0], r))
+    return found if found.hold(r) else scan(vector, Search(0.0, r))
 
 
 def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
-    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
+    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`.
+
+    On CUDA that is one wait, if the guess was good: not fewer than r candidates, and not far more.
+    """
+    if isinstance(candidates, Reached):
+        vector, room = candidates.vector, room_for(r, candidates.vector.numel())
+        places = _places(candidates.marks, room)
+        number = candidates.marks.sum()
+        picked, told = _picked(places, vector[places], number.clamp(max=room), r, words, k)
+        count, finite, magnitude, *here = fetch(number, candidates.finite(told[0]), told[1], *picked)
+        if r <= int(count) <= room:
+            candidates.arrive(int(count), bool(finite))
+            return Picked(*picked, float(magnitude), (here[0], here[1]))
+        if candidates.refuse is not None:
+            candidates.refuse()  # it looks at the whole vector
+        candidates.arrive(int(count), True)
+        candidates = streamed(vector, candidates.floor if int(count) >= r else 0.0, r)
     positions, values = (torch.cat(column) for column in zip(*candidates.parts, strict=True))
-    best = _largest_of(values, r)
-    ranks = draws.set_bits(words() if callable(words) else words, k).to(values.device)
-    chosen = best[ranks]
-    return Picked(positions[chosen].to(torch.int64), values[chosen], float(values[best].abs().min()))
+    number = torch.full((), values.numel(), device=values.device)
+    picked, told = _picked(positions.to(torch.int64), values, number, r, words, k)
+    magnitude, *here = fetch(told[1], *picked)
+    return Picked(*picked, float(magnitude), (here[0], here[1]))
+
+
+def _picked(
+    positions: Tensor, values: Tensor, number: Tensor, r: int, words: Any, k: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the drawn ones of the r largest of the first `number`; also the r largest, and the r-th magnitude."""
+    best = _largest_of(values, r, number)
+    largest = values[best]
+    if k < r:  # drawn while a device is at work
+        best = best[send(draws.set_bits(words() if callable(words) else words, k), values.device)]
+    return (positions[best], values[best]), (largest, _magnitude(largest).min())
 
 
 def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
@@ -109,14 +181,29 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     return joint, [torch.searchsorted(joint, positions) for positions in lists]
 
 
-def _largest_of(values: Tensor, r: int) -> Tensor:
-    """Return the places of the r largest magnitudes, ascending; ties go to the earlier."""
-    magnitude = _magnitude(values)
+def _largest_of(values: Tensor, r: int, number: Tensor | int) -> Tensor:
+    """Return the places of the r largest magnitudes of the first `number`, ascending; ties go to the earlier."""
+    used = torch.arange(values.numel(), device=values.device) < number
+    magnitude = _magnitude(values).masked_fill(~used, -1.0)
     threshold = magnitude.topk(r, sorted=False).values.min()
-    chosen = magnitude > threshold
-    tied = (magnitude == threshold).nonzero()[:, 0]
-    chosen[tied[: r - int(chosen.sum())]] = True
-    return chosen.nonzero()[:, 0]
+    above, tied = magnitude > threshold, magnitude == threshold
+    chosen = above | (tied & (tied.cumsum(0) <= r - above.sum()))
+    return _places(chosen, r)
+
+
+def _static(vector: Tensor) -> bool:
+    """Return whether to make room for candidates instead of waiting for their number.
+
+    Only CUDA has `nonzero_static` besides the CPU, where nothing waits and the streaming search is faster.
+    """
+    return vector.is_cuda
+
+
+def _places(marks: Tensor, room: int) -> Tensor:
+    """Return the places that are marked; where that would be a wait, as many as there is room for."""
+    if _static(marks):
+        return torch.nonzero_static(marks, size=room, fill_value=0)[:, 0]
+    return marks.nonzero()[:, 0]
 
 
 def _magnitude(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ never what is selected, so it is not part of any checkpoint.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,12 +27,12 @@ TREND = 0.3
 _NOTHING = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
     """Entries at or above a floor, in consecutive parts, positions ascending."""
 
-    parts: tuple[tuple[Tensor, Tensor], ...]  # positions (int32 or int64), values
-    floor: float
+    def __init__(self, parts: tuple[tuple[Tensor, Tensor], ...], floor: float) -> None:
+        self.parts = parts  # positions (int32 or int64), values
+        self.floor = floor
 
     def __len__(self) -> int:
         return sum(positions.numel() for positions, _ in self.parts)
@@ -42,6 +42,46 @@ class Candidates:
         """The positions, int64."""
         return torch.cat([positions.to(torch.int64) for positions, _ in self.parts])
 
+    @property
+    def like(self) -> Tensor:
+        """A vector of the kind that the candidates are of."""
+        return self.parts[0][1]
+
+    def hold(self, r: int) -> bool:
+        """Return whether `pick` can find the r largest with these."""
+        return len(self) >= r
+
+
+class Pending(Candidates):
+    """Candidates that a device has yet to find; `pick` waits for them, and finds the r largest whatever they are.
+
+    If `refuse` is set and an entry of the vector turns out not to be finite, `pick` calls it; it raises.
+    """
+
+    def __init__(self, floor: float) -> None:
+        self.floor = floor
+        self.refuse: Callable[[], None] | None = None
+        self._number: int | None = None  # once it is known
+
+    def count(self) -> int:
+        """Wait, and return how many there are."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        if self._number is None:
+            self._number = self.count()
+        return self._number
+
+    def hold(self, r: int) -> bool:
+        """Return True."""
+        return True
+
+    def arrive(self, number: int, finite: bool) -> None:
+        """Note how many there are; raise if the vector is not finite and must be."""
+        self._number = number
+        if self.refuse is not None and not finite:
+            self.refuse()
+
 
 class Picked(NamedTuple):
     """Entries picked from the r largest, and the r-th magnitude."""
@@ -49,6 +89,7 @@ class Picked(NamedTuple):
     positions: Tensor  # int64, ascending
     values: Tensor
     magnitude: float
+    here: tuple[Tensor, Tensor] | None = None  # positions and values in host memory, if these are on a device
 
 
 class Search:
@@ -86,7 +127,7 @@ class Search:
     def learn(self, magnitude: float, r: int) -> None:
         """Record the r-th magnitude; the worst recent shortfall, which decays slowly, sets the next margin."""
         self.steps += 1
-        self.second_scans += self.found is None or len(self.found) < r
+        self.second_scans += self.found is None or len(self.found) < r  # `pick` has waited for them
         if self._last is not None and self._last[1] == r and min(magnitude, self._last[0]) > 0.0:
             grown = min(MOST, max(-MOST, math.log(magnitude / self._last[0])))
             self._margin = min(MOST, max(LEAST, self._margin * FORGET, SAFETY * (self._trend - grown)))
@@ -107,6 +148,11 @@ class Search:
     def put(self, part: int, positions: Any, values: Any) -> None:
         """Keep the arrays."""
         self._arrays[part] = positions, values
+
+
+def room_for(r: int, size: int) -> int:
+    """Return for how many candidates of `size` entries a device makes room: it does not know their number."""
+    return min(size, r + max(r // 3, size // 1024) + 128)
 
 
 def stride(d: int) -> int:

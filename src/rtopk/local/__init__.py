@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rtopk import defaults
-from rtopk.aggregate import Mean, average
+from rtopk.aggregate import Mean
 from rtopk.codec import Codec
+from rtopk.exchange import OWNER, ExchangeName, OwnerDensity, Vector, make_exchange
 from rtopk.layout import DenseRule, Layout, one_dimensional
 from rtopk.local.outer import SGD, Outer, by_name
-from rtopk.memory import Memory
-from rtopk.schedule import Schedule
+from rtopk.memory import ErrorFeedback, Memory, give_back
+from rtopk.schedule import Schedule, as_schedule
 from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
 from rtopk.state_file import digest_bits
@@ -65,6 +66,10 @@ class UnevenGather(AllGather):
         (payload,) = payloads
         return [whole.cpu() for whole in self.exchange_uneven(payload)]
 
+    def swap(self, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Send part j to rank j; return what this rank got, in rank order."""
+        return [[part.cpu() for part in got] for got in super().swap(parts)]
+
 
 class LocalSGD(CommonWeights):
     """Count local steps and synchronise the ranks every `local_steps`; call `step()` after the optimizer's.
@@ -84,6 +89,8 @@ class LocalSGD(CommonWeights):
         memory: Memory | None = None,
         values: str = "fp32",
         mean: Mean | None = None,
+        exchange: ExchangeName = "all-gather",
+        owner_density: OwnerDensity | None = None,
         dense: DenseRule = one_dimensional,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -99,16 +106,28 @@ class LocalSGD(CommonWeights):
         gather = UnevenGather(group, next(model.parameters()).device) if several else None
         self.transport: Transport = gather or InProcess(1)
         self.world, self.rank = self.transport.nodes, self.transport.local[0]
+        if memory is None:
+            memory = pair.memory() if pair and pair.memory else ErrorFeedback()
+        schedule = as_schedule(density)
+        self.mean: Mean = mean or defaults.mean(memory)
+        keeps = getattr(memory, "keeps", True)
+        self.exchange = make_exchange(
+            defaults.exchange(self.world, exchange),
+            self.transport,
+            Vector(self.layout.size, self.layout.dense_size, self.mean, None, keeps, seed),
+            Codec(values, fingerprint=self.layout.fingerprint),
+            schedule,
+            owner_density,
+        )
         self.sparsifier = Sparsifier(
             selector or defaults.selector(self.world),
-            density,
-            memory if memory is not None else (pair.memory() if pair and pair.memory else None),
-            Codec(values, fingerprint=self.layout.fingerprint),
+            schedule,
+            memory,
+            self.exchange.codec,
             seed,
             node=self.rank,
             layout=self.layout,
         )
-        self.mean: Mean = mean or defaults.mean(self.sparsifier.memory)
         self.steps = 0
         self.round = 0
         self.sent = 0  # bytes of payload
@@ -126,9 +145,9 @@ class LocalSGD(CommonWeights):
     def meet(self) -> None:
         """Exchange what every rank moved since the last time, and step from there together."""
         payload = self.sparsifier.compress(self.update(), self.round)
-        everyone, codec = self.transport.exchange([payload]), self.sparsifier.codec
-        self.follow(average([codec.decode(p, size=self.layout.size) for p in everyone], self.mean))
-        self.sent += payload.numel()
+        mean, traffic = self.exchange.mean([payload], self.round)
+        self.follow(mean)
+        self.sent += round(traffic.sent)
         self.round += 1
 
     def _check_common(self, gather: AllGather) -> None:
@@ -145,6 +164,7 @@ class LocalSGD(CommonWeights):
         """Return this rank's state between two exchanges: tensors and plain values only."""
         return {
             "sparsifier": self.sparsifier.state_dict(),
+            **self.exchange.state(),
             "common": self.common.clone(),
             "outer": dict(self._outer_state),
             "steps": self.steps,
@@ -159,5 +179,8 @@ class LocalSGD(CommonWeights):
                 f"state is of {state['common'].numel()} entries, this model has {self.common.numel()}"
             )
         self.sparsifier.load_state_dict(state["sparsifier"])
+        returned = self.exchange.load({OWNER: state[OWNER]} if OWNER in state else {})
+        if returned is not None:
+            give_back(self.sparsifier.memory, returned)
         self.common, self._outer_state = state["common"].clone(), dict(state["outer"])
         self.steps, self.round, self.sent = state["steps"], state["round"], state["sent"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rtopk.exchange import OWNER
 from rtopk.replicas.control import by_rank
 from rtopk.state_file import Format, StateError, digest, write_atomically
 from rtopk.transport import AllGather
@@ -172,7 +173,9 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     factor = world_size / first["world_size"]
     memory: dict[str, dict[str, Tensor]] = {
         kind: {
-            name: factor * torch.stack([state["memory"][kind][name] for state in states]).sum(0)
+            # An owner's residual is a part of the mean already. Other owners' entries go back to the memory.
+            name: (1.0 if kind == OWNER else factor)
+            * torch.stack([state["memory"][kind][name] for state in states]).sum(0)
             for name in tensors
         }
         for kind, tensors in first["memory"].items()

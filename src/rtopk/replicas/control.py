@@ -49,7 +49,7 @@ class Control:
     @classmethod
     def unpack(cls, message: Tensor) -> "Control":
         """Read the header of a message."""
-        magic, status, tensor, *numbers = HEADER.unpack(bytes(message[:SIZE].tolist()))
+        magic, status, tensor, *numbers = HEADER.unpack(message[:SIZE].cpu().numpy().tobytes())
         if magic != MAGIC:
             raise RanksDisagree(
                 f"a message starts with {magic!r} instead of {MAGIC!r}: another collective is mixed into "

@@ -5,16 +5,16 @@ of its memory is kept until the exchange has succeeded on every rank. A memory t
 each tensor's as it arrives. Otherwise (clipping, loss scaling, other memories, idle tensors) they are joined first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from rtopk.aggregate import Mean, RunningMean, average_sparse
+from rtopk.exchange import OWNER, Exchange
 from rtopk.kernels import NotFiniteError
+from rtopk.kernels.host import send
 from rtopk.layout import Layout
 from rtopk.memory import clip, give_back, restore, snapshot_of
 from rtopk.sparse import SparseVector
@@ -32,13 +32,19 @@ class TensorNotFiniteError(ValueError):
 
 
 class Group:
-    """Named tensors, the sparsifier of their joint vector, and how to undo a step."""
+    """Named tensors, the sparsifier and the exchange of their joint vector, and how to undo a step."""
 
     def __init__(
-        self, layout: Layout, sparsifier: Sparsifier, dtype: torch.dtype, device: torch.device
+        self,
+        layout: Layout,
+        sparsifier: Sparsifier,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.layout = layout
         self.sparsifier = sparsifier
+        self.exchange = exchange
         self.dtype = dtype
         self._device = device
         self.bounds = dict(
@@ -138,31 +144,19 @@ class Group:
         return payload
 
     def blank(self, step: int) -> Tensor:
-        """Return an empty payload of the size that this step has on every rank."""
-        codec, size = self.sparsifier.codec, self.layout.size
-        return torch.zeros(codec.capacity(size, self.sparsifier.entries(size, step)), dtype=torch.uint8)
+        """Return the payload of a rank that cannot send its own."""
+        size = self.layout.size
+        return self.sparsifier.codec.blank(size, self.sparsifier.entries(size, step))
 
-    def is_sparse(self, step: int, ranks: int) -> bool:
+    def is_sparse(self, step: int) -> bool:
         """Return whether the mean of a step stays sparse, which is cheaper if few entries arrive."""
         size = self.layout.size
-        return ranks * self.sparsifier.entries(size, step) < SPARSE_BELOW * size
+        return self.exchange.most(self.sparsifier.entries(size, step)) < SPARSE_BELOW * size
 
     def clear(self, gradients: Mapping[str, Tensor]) -> None:
         """Set the gradients to zero, as `write` expects for a sparse mean."""
         for name in self.bounds:
             gradients[name].zero_()
-
-    def mean(
-        self, payloads: Sequence[Tensor], sparse: bool, mean: Mean, weights: Sequence[float] | None = None
-    ) -> Tensor | SparseVector:
-        """Decode the ranks' payloads and return their mean; a dense one holds one decoded payload at a time."""
-        decode = partial(self.sparsifier.codec.decode, size=self.layout.size)
-        if sparse:
-            return average_sparse([decode(payload) for payload in payloads], mean, weights)
-        running = RunningMean(self.layout.size, mean, weights is not None)
-        for rank, payload in enumerate(payloads):
-            running.add(decode(payload), 1.0 if weights is None else weights[rank])
-        return running.result()
 
     def write(
         self,
@@ -182,15 +176,17 @@ class Group:
         if isinstance(mean, Tensor):
             if scale != 1.0:
                 mean = mean * scale
+            mean = send(mean, self._device)  # one copy for all tensors
             for name, (begin, end) in self.bounds.items():
                 gradients[name].copy_(mean[begin:end].view(gradients[name].shape))
             return
         values = mean.values if scale == 1.0 else mean.values * scale
-        for (name, (begin, end)), here in zip(self.bounds.items(), self._spans(mean), strict=True):
+        spans = self._spans(mean)
+        indices, values = (send(part, self._device) for part in (mean.indices, values))
+        for (name, (begin, end)), here in zip(self.bounds.items(), spans, strict=True):
             gradient = gradients[name]
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
-            places = (mean.indices[here] - begin).to(flat.device)
-            flat.scatter_(0, places, values[here].to(flat))
+            flat.scatter_(0, indices[here] - begin, values[here].to(flat.dtype))
             if not gradient.is_contiguous():
                 gradient.copy_(flat.view(gradient.shape))
 
@@ -230,7 +226,10 @@ class Group:
             self._give_back(torch.arange(flat.numel(), device=flat.device) + self.bounds[name][0], flat)
 
     def _give_back(self, places: Tensor, values: Tensor) -> None:
-        give_back(self.sparsifier.memory, SparseVector(places, values.to(self.dtype), self.layout.size))
+        here = places, values.to(self.dtype)
+        there = [send(part, self._device) for part in here]
+        known = None if there[0] is places else here
+        give_back(self.sparsifier.memory, SparseVector(there[0], there[1], self.layout.size, known))
 
     def _part(self, vector: Tensor, name: str, like: Tensor) -> Tensor:
         begin, end = self.bounds[name]
@@ -241,10 +240,12 @@ class Group:
         if self._before is not None:
             restore(self.sparsifier.memory, self._before)
         self._before = None
+        self.exchange.rollback()
 
     def commit(self) -> None:
         """Make this step final."""
         self._before = None
+        self.exchange.commit()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the memory as of the last step that is final: kind -> parameter -> tensor."""
@@ -252,16 +253,26 @@ class Group:
         memory = self.sparsifier.memory.state_dict() if self._before is None else self._before
         return {
             kind: {name: part.clone() for name, part in self.layout.unflatten(vector).items()}
-            for kind, vector in memory.items()
+            for kind, vector in {**memory, **self.exchange.state()}.items()
         }
 
     def fit(self, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the flat memory of a state, checked; changes nothing."""
         own = self.sparsifier.memory.state_dict()
-        if set(state) != set(own):
+        if set(state) - {OWNER} != set(own):
             raise ValueError(f"state holds {sorted(state)}, this memory needs {sorted(own)}; use its options")
-        flat = {kind: self.layout.flatten(tensors).to(own[kind]) for kind, tensors in state.items()}
+        # What an owner kept (exchange="all-reduce") fits every exchange: it goes back to the owner's memory.
+        flat = {kind: self.layout.flatten(tensors) for kind, tensors in state.items()}
+        flat = {kind: vector.to(own.get(kind, vector)) for kind, vector in flat.items()}
         for kind, vector in flat.items():
             if not bool(vector.isfinite().all()):
                 raise ValueError(f"{kind} of the state is not finite; use an older checkpoint")
         return flat
+
+    def load(self, flat: Mapping[str, Tensor]) -> None:
+        """Continue from what `fit` returned."""
+        self.commit()  # an interrupted round is over
+        self.sparsifier.memory.load_state_dict({kind: v for kind, v in flat.items() if kind != OWNER})
+        returned = self.exchange.load({kind: v for kind, v in flat.items() if kind == OWNER})
+        if returned is not None:
+            self._give_back(returned.indices.to(self._device), returned.values.to(self._device))

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from rtopk import defaults
 from rtopk.aggregate import Mean, check_weights
 from rtopk.codec import Codec
-from rtopk.layout import DenseRule, one_dimensional
+from rtopk.exchange import Exchange, ExchangeName, OwnerDensity, Vector, check_exchange, make_exchange
+from rtopk.layout import DenseRule, Layout, one_dimensional
 from rtopk.memory import MEMORIES, Memory
 from rtopk.replicas.control import by_rank
 from rtopk.schedule import Constant, Schedule, WarmUp, as_schedule, check_density
@@ -35,7 +36,13 @@ R = TypeVar("R")
 Scope = Literal["global", "bucket"]
 OnNonFinite = Literal["skip", "raise"]
 Counts = Literal["steps", "epochs"]
-CHOICES = {"mean": Mean, "scope": Scope, "on_nonfinite": OnNonFinite, "counts": Counts}
+CHOICES = {
+    "mean": Mean,
+    "exchange": ExchangeName,
+    "scope": Scope,
+    "on_nonfinite": OnNonFinite,
+    "counts": Counts,
+}
 LEAST = {"dense_steps": 0, "verify_every": 0, "max_skips": 1}
 OWN = {"dense", "scaler", "optimizer", "attach"}  # may differ between ranks; `dense` shows in the layout
 BYTES = 8192  # of the description that is exchanged
@@ -59,12 +66,18 @@ class Options:
     selector: which entries to send: a rule, or its name ("top-k", "rtop-k", ...). Default: k drawn from the 2 k
         largest, RTopK(r_over_k=2); on one rank, the k largest. The paper's is RTopK(nodes=world size); with
         Dealt(world size) no two ranks send the same entry.
-    memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory.
+    memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory. Momentum
+        correction takes over the momentum of an `optimizer` that is given.
     values: how values are sent: unchanged as "fp32", or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     rounding: "nearest" or "stochastic"; the rounding error stays in the residual.
     mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry. Default:
         "nodes", or "received" without a memory.
     weights: the ranks' weights in the mean, for instance their numbers of examples; equal by default.
+    exchange: "all-gather": every rank receives all payloads, (n - 1) k entries. "all-reduce": every rank averages
+        its share of the entries and passes on the largest, so that a rank receives about 2 k entries at any n.
+        "auto": all-reduce from 8 ranks on.
+    owner_density: with "all-reduce", the part of all entries that is passed on: `density` by default, or "all",
+        which passes on everything that was sent.
     clip_norm: clip each rank's gradient to this norm before it is added to the memory, as DGC does.
     scope: "global" selects over the whole model, with one collective at the end of backward; "bucket" selects
         within each tensor and sends each bucket during backward.
@@ -76,7 +89,7 @@ class Options:
     on_nonfinite: if a rank's gradient has NaN or Inf, "skip" the step on all ranks or "raise" on all.
     max_skips: raise after this many skipped rounds in a row.
     scaler: the GradScaler of the loop, if it has one.
-    optimizer: if given, it is checked now rather than in its first step.
+    optimizer: if given, it is checked now rather than in its first step; see `memory`.
     attach: register the hook with the model; False leaves that to a framework.
     """
 
@@ -88,6 +101,8 @@ class Options:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     mean: Mean | None = None
     weights: Sequence[float] | None = None
+    exchange: ExchangeName = "all-gather"
+    owner_density: OwnerDensity | None = None
     clip_norm: float | None = None
     scope: Scope = "global"
     dense: DenseRule = one_dimensional
@@ -113,6 +128,7 @@ class Options:
             selector=_rule(self.selector, nodes),
             mean=defaults.mean(memory) if self.mean is None else self.mean,
             weights=None if self.weights is None else tuple(map(float, self.weights)),
+            exchange=defaults.exchange(nodes, self.exchange),
         )
         for name, allowed in CHOICES.items():
             if getattr(found, name) not in get_args(allowed):
@@ -120,6 +136,7 @@ class Options:
         for name, least in LEAST.items():
             if getattr(found, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(found, name)}")
+        check_exchange(found.exchange, self.owner_density)
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {self.clip_norm}")
         if found.weights is not None:
@@ -142,6 +159,21 @@ class Options:
     def codec(self, fingerprint: int = 0, dense_size: int = 0) -> Codec:
         """Make the codec; the size of its payloads follows from d and k alone."""
         return Codec(self.values, self.rounding, fingerprint, fixed=True, dense_size=dense_size)
+
+    def make_exchange(
+        self, transport: AllGather, layout: Layout, seed: int, memory: Memory, density: Schedule
+    ) -> Exchange:
+        """Make the exchange of one vector."""
+        vector = Vector(
+            layout.size,
+            layout.dense_size,
+            cast(Mean, self.mean),
+            self.weights,
+            getattr(memory, "keeps", True),
+            seed,
+        )
+        codec = self.codec(layout.fingerprint, layout.dense_size)
+        return make_exchange(self.exchange, transport, vector, codec, density, self.owner_density)
 
     @property
     def schedule(self) -> Schedule:

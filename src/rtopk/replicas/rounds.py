@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import PayloadError
+from rtopk.exchange import Message, send
 from rtopk.replicas import control
 from rtopk.replicas.control import Control, GradientNotFinite
 from rtopk.replicas.group import Group, TensorNotFiniteError
-from rtopk.transport import Exchange
+from rtopk.transport import InFlight
 
 if TYPE_CHECKING:
     from rtopk.replicas.state import State
@@ -30,13 +31,12 @@ log = logging.getLogger("rtopk")
 
 
 @dataclass
-class Message:
-    """A message in flight: the payloads of some groups, one after the other."""
+class Sent:
+    """A message in flight: the payloads of some groups."""
 
     groups: list[Group]
-    sizes: list[int]  # bytes of each group's payload
-    names: list[str]  # tensors of which a byte at the end says whether they took part
-    exchange: Exchange
+    names: list[str]  # tensors of which a flag says whether they took part
+    message: Message
 
 
 class Round:
@@ -45,8 +45,8 @@ class Round:
     def __init__(self, state: "State") -> None:
         self.state = state
         self.scale = state.scale
-        self.opening: Exchange | None = None  # of the headers, before any message
-        self.messages: list[Message] = []
+        self.opening: InFlight | None = None  # of the headers, before any message
+        self.messages: list[Sent] = []
         self.held: dict[str, Tensor] = {}  # means of an earlier round, in these gradients too
         self.used: set[str] = set()  # tensors that took part on any rank, once it is over, if the engine asks
         self.failure: Exception | None = None  # of this rank, raised once the others know
@@ -72,7 +72,10 @@ class Round:
         """
         if held is not None:
             self.held[name] = held
-        self.state.group_of[name].put(name, gradient)
+        try:
+            self.state.group_of[name].put(name, gradient)
+        except Exception as error:  # out of memory, for one: the others wait for a message
+            self.failure = self.failure or error
 
     def send(self, groups: list[Group], idle: set[str]) -> None:
         """Send the payloads of some groups in one message; `idle` tensors took no part in this backward."""
@@ -83,6 +86,10 @@ class Round:
         holds = any(name in self.held for group in groups for name in group.bounds)
         status, culprit, weights = control.HOLDS if holds else control.FINE, 0, 0
         try:
+            if self.failure is not None:
+                raise self.failure
+            if state.verifies and not self.messages:
+                weights = control.hash_weights(state.tensors.values())
             payloads = [
                 group.compress(state.step, self.scale, idle, state.options.clip_norm) for group in groups
             ]
@@ -93,15 +100,15 @@ class Round:
                 status, culprit = control.NOT_FINITE, state.layout.names.index(error.name)
             else:
                 status, self.failure = control.FAILED, error
-        if state.verifies and not self.messages:
-            weights = control.hash_weights(state.tensors.values())
         header = Control(state.step, status, culprit, state.density(state.step), self.scale, weights).pack()
-        names = [name for group in groups for name in group.layout.names] if state.tells_use else []
+        tells = state.tells_use or (state.may_be_idle and groups[0].exchange.keeps_for_all)
+        names = [name for group in groups for name in group.layout.names] if tells else []
         used = torch.tensor([name not in idle for name in names], dtype=torch.uint8)
-        message = torch.cat([part.to(payloads[0].device) for part in (header, *payloads, used)])
-        self.selection_seconds += time.perf_counter() - started
-        sizes = [payload.numel() for payload in payloads]
-        self.messages.append(Message(groups, sizes, names, state.transport.start(message)))
+        made = time.perf_counter()
+        self.selection_seconds += made - started
+        message = send([group.exchange for group in groups], header, used, payloads, state.step)
+        self.exchange_seconds += time.perf_counter() - made
+        self.messages.append(Sent(groups, names, message))
 
     def _open(self) -> None:
         """Wait for the headers, if any, and find out whether messages can follow."""
@@ -120,13 +127,13 @@ class Round:
         """Wait for the messages and write the mean into the gradients; or make them NaN, and skip or raise."""
         started, state = time.perf_counter(), self.state
         plain = self.failure is None and self.verdict is None and not self.held
-        sparse = {g: plain and g.is_sparse(state.step, state.world_size) for g in state.groups}
+        sparse = {group: plain and group.is_sparse(state.step) for group in state.groups}
         try:
             for group in state.groups:
                 if sparse[group]:
                     group.clear(gradients)  # while messages are in flight
             waiting = time.perf_counter()
-            arrived = [message.exchange.wait() for message in self.messages]  # [message][rank]
+            headers = [sent.message.headers() for sent in self.messages]  # [message][rank]
             waited = time.perf_counter() - waiting
         except Exception:
             for group in state.groups:
@@ -134,7 +141,7 @@ class Round:
             raise
         refusal, error = "", None
         try:
-            refusal = self._judge(arrived)
+            refusal = self._judge(headers)
         except Exception as found:
             error = found
         refusal, error = state.settle(refusal, error)
@@ -144,11 +151,12 @@ class Round:
             if refusal:
                 self._skip(refusal, gradients)
             else:
-                self._average(arrived, sparse, gradients)
+                self._average(sparse, gradients)
         except Exception as found:
             self._give_up(gradients)
             raise_after_backward(found)
         else:
+            waited += sum(sent.message.waited for sent in self.messages)
             self._measure(waited, time.perf_counter() - started - waited)
 
     def _read_headers(self, messages: list[Tensor]) -> list[Control]:
@@ -162,34 +170,34 @@ class Round:
         control.agree(controls)
         return controls
 
-    def _judge(self, arrived: list[list[Tensor]]) -> str:
+    def _judge(self, headers: list[list[Tensor]]) -> str:
         """Return why this round must be skipped, or an empty string; raise if the ranks cannot continue."""
         if self.verdict is not None:
             raise self.verdict
         return "; ".join(
             f"the gradient of {self.state.layout.names[said.tensor]} is not finite on rank {rank}"
-            for messages in arrived
+            for messages in headers
             for rank, said in enumerate(self._read_headers(messages))
             if said.status == control.NOT_FINITE
         )
 
-    def _average(
-        self, arrived: list[list[Tensor]], sparse: Mapping[Group, bool], gradients: Mapping[str, Tensor]
-    ) -> None:
+    def _average(self, sparse: Mapping[Group, bool], gradients: Mapping[str, Tensor]) -> None:
         state = self.state
-        for message, ranks in zip(self.messages, arrived, strict=True):
-            begin = control.SIZE
-            for group, size in zip(message.groups, message.sizes, strict=True):
-                payloads = [payload[begin : begin + size] for payload in ranks]
-                begin += size
-                try:
-                    mean = group.mean(payloads, sparse[group], state.mean, state.options.weights)
-                except PayloadError as error:
-                    raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
+        for sent in self.messages:
+            took_part = torch.stack(sent.message.flags()).any(0).tolist()
+            used = {name for name, here in zip(sent.names, took_part, strict=True) if here}
+            idle = set(sent.names) - used
+            self.used |= used
+            sent.message.reduce(
+                [[group.bounds[n] for n in group.bounds if n in idle] for group in sent.groups]
+            )
+        for sent in self.messages:
+            try:
+                means = sent.message.means([sparse[group] for group in sent.groups])
+            except PayloadError as error:
+                raise PayloadError(f"step {state.step}, on rank {state.rank}: {error}") from error
+            for group, mean in zip(sent.groups, means, strict=True):
                 group.write(mean, self.scale, gradients, self.held)
-            if message.names:
-                took_part = torch.stack([payload[begin:] for payload in ranks]).any(0).tolist()
-                self.used |= {name for name, here in zip(message.names, took_part, strict=True) if here}
         for group in state.groups:
             group.commit()
         state.written.note(state.parameters.values(), skipped=False)
@@ -223,12 +231,11 @@ class Round:
         self.state.skipping = True
 
     def _measure(self, waited: float, averaging: float) -> None:
-        exchanges = [message.exchange for message in self.messages]
-        exchanges += [self.opening] if self.opening is not None else []
-        sent = sum(exchange.size for exchange in exchanges)
+        opening = 0 if self.opening is None else self.opening.size
+        others = self.state.world_size - 1
         self.state.measure(
-            bytes_sent=sent,
-            bytes_received=sum(exchange.arrived.numel() for exchange in exchanges) - sent,
+            bytes_sent=sum(sent.message.sent for sent in self.messages) + opening,
+            bytes_received=sum(sent.message.received for sent in self.messages) + others * opening,
             selection_seconds=self.selection_seconds,
             exchange_seconds=self.exchange_seconds + waited,
             averaging_seconds=averaging,

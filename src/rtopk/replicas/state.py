@@ -6,16 +6,15 @@ process starts with the initial ones again.
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from rtopk.aggregate import Mean
 from rtopk.layout import Layout
-from rtopk.replicas import checkpoint
+from rtopk.replicas import checkpoint, momentum
 from rtopk.replicas.gradients import Written, refuse_momentum, watch
 from rtopk.replicas.group import Group
 from rtopk.replicas.options import Options, compare
@@ -60,7 +59,8 @@ class State:
     shard = ""  # which part of the model this rank holds, if not all of it
 
     def __init__(self, parameters: Mapping[str, Tensor], options: Options, transport: AllGather) -> None:
-        self.options = options
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.options = options = self._with_momentum(options)
         self.transport = transport
         self.transports = [transport]  # together they connect all ranks of the job
         self.rank, self.world_size = transport.rank, transport.nodes
@@ -71,7 +71,6 @@ class State:
         self.refusal = ""  # which rank and parameter, and why
         self._scale = 1.0
         self.parameters = dict(parameters)
-        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.layout = Layout.of(self.tensors.items(), options.dense)
         self.groups = self._make_groups()
         self.group_of = {name: group for group in self.groups for name in group.layout.names}
@@ -88,6 +87,20 @@ class State:
         self.measured: dict[str, Any] = {}  # of the last round
         self._writer: tuple[Writer, int] | None = None
 
+    def _with_momentum(self, options: Options) -> Options:
+        """Return options whose memory has the momentum of the optimizer, if it is to take that over."""
+        found = None
+        if options.optimizer is not None and options.memory == "momentum-correction":
+            found = momentum.memory_for(options.optimizer, self.owns)
+        self.takes_over = found is not None
+        return options if found is None else replace(options, memory=found)
+
+    def return_momentum(self) -> None:
+        """Give the optimizer back the momentum that moved into the memory, to go on without rtopk."""
+        if self.options.optimizer is not None:
+            momentum.hand_back(self.options.optimizer)
+        self.takes_over = False
+
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The parameters as they lie on this rank."""
@@ -97,11 +110,6 @@ class State:
     def seed(self) -> int:
         """The seed of the draws."""
         return self.options.seed
-
-    @property
-    def mean(self) -> Mean:
-        """How the ranks' vectors are averaged."""
-        return cast(Mean, self.options.mean)
 
     def _make_groups(self) -> list[Group]:
         dtype = torch.float32  # of residuals: at least this
@@ -115,23 +123,16 @@ class State:
                 (derive(self.seed, name), Layout.of([(name, tensor)], self.options.dense))
                 for name, tensor in self.tensors.items()
             ]
-        return [
-            Group(
-                layout,
-                Sparsifier(
-                    cast(Selector, self.options.selector),
-                    self.density,
-                    self.options.make_memory(),
-                    self.options.codec(layout.fingerprint, layout.dense_size),
-                    seed,
-                    node=self.rank,
-                    layout=layout,
-                ),
-                dtype,
-                device,
-            )
-            for seed, layout in layouts
-        ]
+        return [self._make_group(seed, layout, dtype, device) for seed, layout in layouts]
+
+    def _make_group(self, seed: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Group:
+        options, memory = self.options, self.options.make_memory()
+        exchange = options.make_exchange(self.transport, layout, seed, memory, self.density)
+        selector = cast(Selector, options.selector)
+        sparsifier = Sparsifier(
+            selector, self.density, memory, exchange.codec, seed, node=self.rank, layout=layout
+        )
+        return Group(layout, sparsifier, exchange, dtype, device)
 
     def density(self, step: int) -> float:
         """Return the density of a step: 1 in the dense phase and in a flush, else as scheduled."""
@@ -269,8 +270,7 @@ class State:
         """Continue from this rank's state; one that does not fit is refused and changes nothing."""
         flat = self.fit(state)
         for group, memory in zip(self.groups, flat, strict=True):
-            group.commit()  # an interrupted round is over
-            group.sparsifier.memory.load_state_dict(memory)
+            group.load(memory)
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         self.skipping, self.skips_in_a_row, self._asked = False, 0, None
         self.settled = self.options.settled_from == 0
@@ -299,7 +299,7 @@ def make_alike(everyone: AllGather, make: Callable[[], S]) -> S:
     description: dict[str, str] = {}
     try:
         state = make()
-        if state.options.optimizer is not None and state.corrects_momentum:
+        if state.options.optimizer is not None and state.corrects_momentum and not state.takes_over:
             refuse_momentum(state.options.optimizer, state)
         description = state.options.describe()
         own = {"parameters": f"layout {state.layout.fingerprint:016x} {state.shard}"}
@@ -316,5 +316,7 @@ def make_alike(everyone: AllGather, make: Callable[[], S]) -> S:
                 refusal = error
     if refusal is not None:
         raise refusal
+    if state.takes_over and state.options.optimizer is not None:
+        momentum.take_over(state.options.optimizer, state.owns)
     watch(state)
     return state

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtopk import kernels
 from rtopk.kernels import draws
+from rtopk.kernels.host import fetch, send
 from rtopk.kernels.search import Picked, Search
 from rtopk.select.rule import Rule
 from rtopk.sparse import SparseVector
@@ -74,16 +75,19 @@ def draw_largest(
     picked = _pick(vector, k, r, rng, search)
     if search is not None and r < vector.numel():
         search.learn(picked.magnitude, r)
-    return SparseVector(picked.positions, picked.values, vector.numel())
+    return SparseVector(picked.positions, picked.values, vector.numel(), picked.here)
 
 
 def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None) -> Picked:
     """Draw k of the r largest; fewer than r candidates are not used."""
     if r == vector.numel():
-        positions = draw(r, k, rng).to(vector.device)
-        return Picked(positions, vector[positions], 0.0)
+        drawn = draw(r, k, rng)
+        positions = send(drawn, vector.device)
+        values = vector[positions]
+        here = None if positions is drawn else (drawn, fetch(values)[0])
+        return Picked(positions, values, 0.0, here)
     candidates = None if search is None else search.found
-    if candidates is None or len(candidates) < r:
+    if candidates is None or not candidates.hold(r):
         candidates = kernels.search_largest(vector, r)
     return kernels.pick(candidates, r, partial(draws.draw_words, r, k, _seed(rng)), k)
 

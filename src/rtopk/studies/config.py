@@ -16,8 +16,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
+from rtopk import defaults
 from rtopk.aggregate import Mean
 from rtopk.codec import Codec
+from rtopk.exchange import ExchangeName, OwnerDensity, check_exchange
 from rtopk.layout import Layout, nothing, one_dimensional
 from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from rtopk.schedule import Schedule, check_density, constant, warm_up
@@ -62,7 +64,9 @@ for _place in filter(None, os.environ.get(ADDED_RULES, "").split("\n")):
 
 
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
-ADDED = {"threshold": 0.0, "matrix_rank": 0, "flush": False}
+ADDED = {
+    "threshold": 0.0, "matrix_rank": 0, "exchange": "all-gather", "owner_density": 0.0, "flush": False,
+}  # fmt: skip
 
 
 def option(default: Any, text: str) -> Any:
@@ -93,6 +97,8 @@ class Config:
     masking: bool = option(True, "Momentum correction: forget velocity sent.")
     mean: Mean = option("nodes", "Average over all nodes, or over the received.")
     weighted: bool = option(False, "Weigh nodes by their examples.")
+    exchange: ExchangeName = option("all-gather", "all-gather, all-reduce or auto.")
+    owner_density: float = option(0.0, "all-reduce: part that owners pass on; 0 is density, 1 is all.")
     warm_up: int = option(0, "Rounds in which the density falls.")
     warm_up_start: float = option(0.25, "Density at the first round.")
     flush: bool = option(False, "Send everything, residual included, in the last round.")
@@ -122,6 +128,7 @@ class Config:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         check_density(self.density)
+        check_exchange(defaults.exchange(self.nodes, self.exchange), self.make_owner_density())
         self._check_method()
         self.make_codec(0)  # refuses values that it does not know
         if not self.learning_rate > 0.0:
@@ -167,8 +174,12 @@ class Config:
         """Build one node's memory."""
         if self.corrects_momentum:
             return MomentumCorrection(self.momentum, masking=self.masking)
-        keeps = self.memory == "error-feedback" and self.method != "dense"  # dense has nothing to keep
-        return ErrorFeedback() if keeps else NoMemory()
+        return ErrorFeedback() if self.keeps else NoMemory()
+
+    @property
+    def keeps(self) -> bool:
+        """Say whether nodes keep what they do not send; dense has nothing to keep."""
+        return self.memory != "none" and self.method != "dense"
 
     def make_density(self) -> Schedule:
         """Build the density as a function of the round."""
@@ -181,6 +192,10 @@ class Config:
         if not self.flush:
             return usual
         return lambda round_: 1.0 if round_ == self.rounds - 1 else usual(round_)
+
+    def make_owner_density(self) -> OwnerDensity | None:
+        """Return the part of the entries that owners pass on, with exchange all-reduce."""
+        return None if not self.owner_density else "all" if self.owner_density == 1.0 else self.owner_density
 
     def make_layout(self, model: nn.Module) -> Layout:
         """Lay out a model's parameters."""

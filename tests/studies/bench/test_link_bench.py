@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,18 +113,44 @@ def test_slow_methods_are_taken_once():
     assert cell.seconds("rtopk", 0.01) == 0.0
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """One rank: what it averages must be its own gradient."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+KEYED = [*METHODS, ("topk-allgather", 1.0, None)]
 
 
-@pytest.mark.parametrize("key", [*METHODS, ("topk-allgather", 1.0, None)], ids=str)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One rank: what it averages must be its own gradient. What each method found, by its key.
+
+    In a process that is never torn down: torch's PowerSGD completes futures on Gloo's threads, and destroying the
+    group beside them has crashed a pytest worker.
+    """
+    found = tmp_path_factory.mktemp("alone") / "found.json"
+    subprocess.run([sys.executable, __file__, str(found)], check=True, timeout=300)
+    return json.loads(found.read_text())
+
+
+@pytest.mark.parametrize("key", KEYED, ids=str)
 def test_rivals_keep_what_they_do_not_send(alone, key):
-    method, density, values = key
+    method, density, _ = key
+    found = alone[str(key)]
+    assert found["payload"] > 0 or method == "rtopk-allreduce"  # of which it is what arrives: nothing here
+    if method in ("dense", "fp16") or density == 1.0:
+        assert found["close"]
+        return
+    # Error feedback: what is not sent is sent later, so the sum cannot stray further than what is held back.
+    if density is not None:
+        assert found["same sign"] > 0.99
+    assert found["astray"] <= found["all"]
+
+
+def _alone(path):
+    store = dist.FileStore(f"{path}.store", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    Path(path).write_text(json.dumps({str(key): _sum_of_steps(*key) for key in KEYED}))
+    os._exit(0)
+
+
+def _sum_of_steps(method, density, values):
+    """Add up what a method averages of one gradient, again and again."""
     model = nn.Linear(64, 32)
     ddp = DistributedDataParallel(model)
     current = [link_methods.Off()]
@@ -134,20 +161,21 @@ def test_rivals_keep_what_they_do_not_send(alone, key):
     model.zero_grad()
     current[0] = link_methods.make(method, ddp, density, values)
     total = torch.zeros_like(wanted)
-    steps = 1 if density in (None, 1.0) else round(1.5 / density)
-    steps = min(steps, 150)
+    steps = 1 if density in (None, 1.0) else min(round(1.5 / density), 150)
+    payload = float("inf")
     for _ in range(steps):
         (ddp(batch) ** 2).sum().backward()
         total += model.weight.grad
         model.zero_grad()
-        assert current[0].finish().payload > 0
-    if method in ("dense", "fp16") or density == 1.0:
-        assert torch.allclose(total, wanted, rtol=2e-3, atol=1e-3)
-        return
-    # Error feedback: what is not sent is sent later, so the sum cannot stray further than what is held back.
-    if density is not None:
-        assert torch.sign(total).eq(torch.sign(wanted))[total != 0].float().mean() > 0.99
-    assert (total - steps * wanted).norm() <= steps * wanted.norm()
+        payload = min(payload, current[0].finish().payload)
+    alike = torch.sign(total).eq(torch.sign(wanted))[total != 0]
+    return {
+        "payload": payload,
+        "close": torch.allclose(total, wanted, rtol=2e-3, atol=1e-3),
+        "same sign": float(alike.float().mean()),
+        "astray": float((total - steps * wanted).norm()),
+        "all": float(steps * wanted.norm()),
+    }
 
 
 def _dispatch(current: list, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -191,6 +219,7 @@ def _namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(LOOPBACK, reason=f"sites need hosts, and: {hosts.unavailable_reason()}")
 def test_sites_of_a_sharded_model_exchange_only_what_crosses_the_link():
     """Two sites of two ranks: native HSDP sends the gradient between them once, ours a hundredth."""
@@ -205,3 +234,7 @@ def test_sites_of_a_sharded_model_exchange_only_what_crosses_the_link():
             due_bytes(row) < row.wire_bytes < 1.15 * due_bytes(row) + 20_000
         )  # headers, acknowledgements, status
     assert "2 sites of 2 ranks" in markdown([native, ours])
+
+
+if __name__ == "__main__":
+    _alone(sys.argv[1])

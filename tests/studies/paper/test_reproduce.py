@@ -253,11 +253,8 @@ def test_killed_and_started_again_goes_on(tiny, tmp_path):
         (["--table", "1", "--rows", "some"], "rows must be all, paper or a part"),
     ],
 )
-def test_wrong_use(options, message):
-    result = subprocess.run(
-        [sys.executable, "-m", "rtopk", "reproduce", *options], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
+def test_wrong_use(options, message, rtopk):
+    result = rtopk("reproduce", *options)
     assert result.returncode == 2
     assert message in result.stderr
 
@@ -335,15 +332,15 @@ def test_standings_compare_with_intervals(tmp_path):
     assert against["baseline"].verdict == "undecided"
 
 
-def test_tables_are_rendered_and_drawn(tmp_path):
+def test_tables_are_rendered_and_drawn(tmp_path, rtopk):
     file = results_file(tmp_path, TABLES[2], "small")
     for row in TABLES[2].rows[:3]:
         written(file, row, [50.0, 51.0])
     (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    command = [sys.executable, "-m", "rtopk", "tables", "--results", str(tmp_path)]
-    command += ["--write", str(tmp_path / "page.md"), "--pictures", str(tmp_path)]
     for _ in range(2):  # writing again changes nothing
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        result = rtopk(
+            "tables", "--results", tmp_path, "--write", tmp_path / "page.md", "--pictures", tmp_path
+        )
         assert result.returncode == 0, result.stderr
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("before\n")

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -186,11 +184,11 @@ def test_data_dir_must_be_named_and_there(tmp_path, monkeypatch):
         find(*datasets.CIFAR_FOLDERS)
 
 
-def test_data_check_says_what_is_found(tmp_path):
+def test_data_check_says_what_is_found(tmp_path, rtopk):
     make_cifar(tmp_path, per_batch=4)
     make_ptb(tmp_path, train=" a b\n", valid=" a\n", test=" b\n")
-    command = [sys.executable, "-m", "rtopk", "data", "check", "--data-dir", str(tmp_path), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = ["data", "check", "--data-dir", tmp_path, "--json"]
+    result = rtopk(*command)
     assert result.returncode == 0, result.stderr
     sets = {entry["name"]: entry for entry in json.loads(result.stdout)["sets"]}
     assert {name: entry["state"] for name, entry in sets.items()} == {
@@ -199,7 +197,7 @@ def test_data_check_says_what_is_found(tmp_path):
     assert "20 training and 4 test images" in sets["CIFAR-10"]["detail"]
     assert "held to its own MD5SUMS" in sets["CIFAR-10"]["detail"]  # not the original, and it says so
     (tmp_path / "ptb" / "ptb.test.txt").write_text("")
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = rtopk(*command)
     assert result.returncode == 1
     assert "ptb.test.txt is damaged" in result.stdout
 

@@ -66,6 +66,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     assert len(list(tmp_path.glob("runs/*/checkpoint.pt"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
 def test_asked_to_stop_it_saves_and_ends(tmp_path):
     """Several times within milliseconds, the whole group, as `timeout -s INT` does: it once hung."""
@@ -104,6 +105,7 @@ def test_sigterm_of_a_run_saves_it(tmp_path):
     assert (tmp_path / "run/checkpoint.pt").exists()
 
 
+@pytest.mark.slow
 def test_two_runners_share_the_work_and_repeat_nothing(tmp_path):
     """Both end with every result; each run was made once and is recorded once."""
     pair = [start("demo", "--seeds", "1", "--rounds", "60", "--out", tmp_path) for _ in range(2)]
@@ -114,6 +116,7 @@ def test_two_runners_share_the_work_and_repeat_nothing(tmp_path):
     assert len(keys) == len(set(keys)) == len(list(tmp_path.glob("runs/*/record.json")))
 
 
+@pytest.mark.slow
 def test_a_folder_at_work_is_refused(tmp_path):
     run = start("train", "--rounds", "100000", "--out", tmp_path / "run")
     try:

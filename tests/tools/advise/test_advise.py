@@ -1,8 +1,6 @@
 """The adviser: its arithmetic on a machine without costs, its choices, and its word against measurements."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,8 +137,9 @@ def test_dense_is_recommended_where_it_wins():
     assert choose(predict(machine, work, Link(4, 100_000.0, 0.05))).choice.method == "dense"
     assert choose(predict(machine, work, Link(4, None))).choice.method == "dense"
     slow = choose(predict(machine, work, Link(4, 10.0, 0.1)))
-    assert slow.choice.method == "rtopk"
+    assert slow.choice.method == "rtopk-allreduce"  # a rank receives half of the bytes
     assert slow.choice.density == 0.001
+    assert slow.line.endswith('exchange="all-reduce")')
 
 
 def test_what_sends_more_is_preferred_where_it_is_nearly_as_fast():
@@ -194,14 +193,8 @@ def test_every_method_is_predicted():
     assert keys == list(METHODS)
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "rtopk", "advise", *arguments], capture_output=True, text=True
-    )
-
-
-def test_the_command_prints_one_json_object():
-    ended = run("--model", "11.2M", "--nodes", "4", "--mbit", "100", "--step-ms", "500", "--json")
+def test_the_command_prints_one_json_object(rtopk):
+    ended = rtopk("advise", "--model", "11.2M", "--nodes", "4", "--mbit", "100", "--step-ms", "500", "--json")
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
     assert said["recommended"]["method"] == "rtopk"
@@ -210,14 +203,14 @@ def test_the_command_prints_one_json_object():
     assert {m["method"] for m in said["methods"]} == {method for method, _, _ in METHODS}
 
 
-def test_the_command_ends_with_the_line_to_paste():
-    slow = run("--model", "11.2M", "--nodes", "4", "--mbit", "100", "--step-ms", "500")
+def test_the_command_ends_with_the_line_to_paste(rtopk):
+    slow = rtopk("advise", "--model", "11.2M", "--nodes", "4", "--mbit", "100", "--step-ms", "500")
     assert "rtopk.ddp.register(model, density=" in slow.stdout.splitlines()[-1]
-    fast = run("--model", "11.2M", "--nodes", "4", "--mbit", "100000", "--step-ms", "500")
+    fast = rtopk("advise", "--model", "11.2M", "--nodes", "4", "--mbit", "100000", "--step-ms", "500")
     assert fast.stdout.rstrip().endswith("use dense")
 
 
-def test_the_command_says_what_is_missing():
-    ended = run()
-    assert ended.returncode == 1
+def test_the_command_says_what_is_missing(rtopk):
+    ended = rtopk("advise")
+    assert ended.returncode == 2
     assert "--mbit, or --probe" in ended.stderr

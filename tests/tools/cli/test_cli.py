@@ -147,7 +147,9 @@ def test_debug_shows_the_traceback(tmp_path):
     assert "Traceback" in rtopk("--debug", "train", "--task", "nothing", "--out", tmp_path / "x").stderr
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(s, marks=pytest.mark.slow) for s in ("zsh", "fish"))]
+)
 def test_shell_completion(shell):
     """The script of each shell is printed, and asking as the shell does names the commands."""
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
@@ -200,7 +202,7 @@ def test_report_of_a_run_and_its_refusals(tmp_path):
 
 def test_demo_small(tmp_path):
     """Every row of the demo, short: all files there, all bytes measured, a second call runs nothing again."""
-    options = ["demo", "--seeds", "1", "--rounds", "60", "--tensorboard", "--out", tmp_path]
+    options = ["demo", "--seeds", "1", "--rounds", "20", "--tensorboard", "--out", tmp_path]
     first = rtopk(*options)
     assert first.returncode == 0, first.stderr
     assert "distributed setting" in first.stdout

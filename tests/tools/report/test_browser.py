@@ -215,6 +215,7 @@ def test_without_scripts_pictures_and_tables_stand(page, tmp_path):
         browser.quit()
 
 
+@pytest.mark.slow
 def test_the_live_page_follows_a_run(browser, tmp_path):
     """A real run and `rtopk watch` beside it: the page grows by itself, and stays on its server."""
     rtopk = [sys.executable, "-m", "rtopk"]

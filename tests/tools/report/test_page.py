@@ -200,6 +200,7 @@ def test_pictures_take_their_colours_from_the_page(text):
     assert not [colour for colour in palette.LIGHT if colour in static]
 
 
+@pytest.mark.slow
 def test_a_whole_table_stays_under_three_megabytes():
     rows = [made_up(method, density, seed, 90.0, points=400, setting=setting, nodes=nodes)
             for method in ("dense", "top-k", "random-k", "rtop-k") for density in (0.05, 0.01, 0.001)

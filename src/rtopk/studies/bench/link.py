@@ -26,6 +26,10 @@ METHODS: tuple[tuple[str, float | None, str | None], ...] = (
     ("rtopk", 0.01, "4bit"),
     ("rtopk", 0.001, "fp16"),
     ("rtopk", 0.001, "4bit"),
+    ("rtopk-allreduce", 0.01, "fp16"),
+    ("rtopk-allreduce", 0.01, "4bit"),
+    ("rtopk-allreduce", 0.001, "fp16"),
+    ("rtopk-allreduce", 0.001, "4bit"),
 )
 SHARDED: tuple[tuple[str, float | None, str | None], ...] = (
     ("hsdp", None, None),

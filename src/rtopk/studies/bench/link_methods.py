@@ -18,6 +18,7 @@ import rtopk.ddp
 import rtopk.replicas.state
 from rtopk.codec import Codec
 from rtopk.compat import all_gather_single
+from rtopk.exchange import ExchangeName
 from rtopk.layout import Layout
 from rtopk.select import RTopK as Select
 from rtopk.sparsifier import Sparsifier, entries_sent
@@ -152,10 +153,11 @@ class TopKAllGather:
 
 
 class RTopK:
-    """Ours, as `register` makes it."""
+    """Ours, as `register` makes it. With an all-reduce, the payload is what a rank receives."""
 
     def __init__(self, state: rtopk.replicas.state.State) -> None:
         self._state = state
+        self._reduces = state.options.exchange == "all-reduce"
         self._encode = 0.0
         for group in self._state.groups:
             self._time_encoding(group.sparsifier.codec)
@@ -185,7 +187,7 @@ class RTopK:
             encode=encode,
             average=stats.averaging_seconds,
             exchange=stats.exchange_seconds,
-            payload=stats.bytes_sent,
+            payload=stats.bytes_received if self._reduces else stats.bytes_sent,
         )
 
 
@@ -197,6 +199,9 @@ def compile_loops() -> None:
         for step in range(3):
             payload = node.compress(torch.linspace(-1, 1, 10_000), step)
             codec.decode(payload, size=10_000)
+
+
+OURS: dict[str, ExchangeName] = {"rtopk": "all-gather", "rtopk-allreduce": "all-reduce"}
 
 
 def make(name: str, model: DistributedDataParallel, density: float | None, values: str | None) -> Method:
@@ -211,6 +216,7 @@ def make(name: str, model: DistributedDataParallel, density: float | None, value
         raise ValueError(f"{name} needs a density")
     if name == "topk-allgather":
         return TopKAllGather(density)
-    if name == "rtopk" and values is not None:
-        return RTopK(rtopk.ddp.register(model, density=density, values=values, attach=False))
+    if name in OURS and values is not None:
+        state = rtopk.ddp.register(model, density=density, values=values, exchange=OURS[name], attach=False)
+        return RTopK(state)
     raise ValueError(f"unknown method {name!r}")

@@ -32,8 +32,11 @@ NARROW = ("method", "step ms", "/ off", "select", "codec", "exchange", "payload 
 def due_bytes(row: LinkRow) -> float:
     """Return what a rank must receive: payload x fan-out.
 
-    All-gather brings the payloads of the other nodes; a ring all-reduce brings 2 (n - 1) / n of one.
+    All-gather brings the payloads of the other nodes; a ring all-reduce brings 2 (n - 1) / n of one. The payload
+    of our all-reduce is what a rank receives.
     """
+    if row.method == "rtopk-allreduce":
+        return row.payload_bytes * row.per_host
     fan_out = row.nodes - 1.0
     if row.method not in ("rtopk", "topk-allgather"):
         fan_out *= 2 / row.nodes
@@ -91,9 +94,13 @@ def markdown(rows: Sequence[LinkRow]) -> str:
 
 # The strongest compression of a method has its colour, the others are paler.
 FAMILY = {"dense": "dense", "fp16": "dense", "powersgd-1": "powersgd", "powersgd-2": "powersgd",
-          "topk-allgather": "top-k", "rtopk": "rtop-k"}  # fmt: skip
-PALER = {"fp16": 0.6, "powersgd-2": 0.4, "topk-allgather 1 %": 0.45, "rtopk 1 % fp16": 0.66, "rtopk 1 % 4bit": 0.44,
-         "rtopk 0.1 % fp16": 0.22}  # fmt: skip
+          "topk-allgather": "top-k", "rtopk": "rtop-k", "rtopk-allreduce": "rtop-k"}  # fmt: skip
+PALER = {"fp16": 0.6, "powersgd-2": 0.4, "topk-allgather 1 %": 0.45}
+PALER |= {
+    f"{ours} {what}": share
+    for ours in ("rtopk", "rtopk-allreduce")
+    for what, share in (("1 % fp16", 0.66), ("1 % 4bit", 0.44), ("0.1 % fp16", 0.22))
+}
 COLOURS = {
     (label := with_density(*key)): mixed(
         style(FAMILY.get(key[0], key[0]))[0], "#ffffff", PALER.get(label, 0.0)
@@ -120,7 +127,7 @@ def draw_measured(rows: Sequence[LinkRow], nodes: int, path: Path) -> None:
         for name, colour in COLOURS.items():
             line = [row for row in here if row.label == name]
             places = [_place(row.mbit) for row in line]
-            dashes = "-" if name.startswith("rtopk") else "--"
+            dashes = "-." if name.startswith("rtopk-allreduce") else "-" if name.startswith("rtopk") else "--"
             axis.plot(places, [row.step_ms for row in line], dashes, marker="o", color=colour, label=name)
         cells = {_place(row.mbit): row.off_ms for row in here}
         axis.plot(list(cells), list(cells.values()), ":", color="black", label="without communication")

@@ -39,6 +39,10 @@ class _OneNode:
         """Refuse: Flower carries the payloads."""
         raise RuntimeError("a Flower client cannot exchange payloads by itself: Flower carries them")
 
+    def swap(self, parts: Any) -> list[list[Tensor]]:
+        """Refuse, too."""
+        return [self.exchange(parts)]
+
 
 def arrays_of(run: Run) -> ArrayRecord:
     """Return parameters and buffers of a run's model."""

@@ -49,6 +49,23 @@ _BOTH_MEANS = (("rtop-k", "received"), ("rtop-k", "nodes"), ("top-k", "received"
 
 _FROM_TOP_K = [(f"r = {r:g} k", {"r_over_k": r}) for r in (1.0, 1.5, 2.0, 3.0, 5.0)]  # to the paper's r = n k
 
+
+def _exchanges(nodes: int) -> list[TableRow]:
+    """All-gather and all-reduce at equal k, 1 %, and at equal bytes: each node receives 2 % of the entries."""
+
+    def row(density: float, note: str, **options: Any) -> TableRow:
+        own = tuple(sorted({"nodes": nodes, **options}.items()))
+        return TableRow("top-k", density, None, "nodes", f"{nodes} nodes, {note}", own)
+
+    return [
+        row(0.01, "all-gather"),
+        row(0.01, "all-reduce", exchange="all-reduce"),
+        row(0.01, "all-reduce, 2 % passed on", exchange="all-reduce", owner_density=0.02),
+        row(0.02 / (nodes - 1), "all-gather, bytes of the all-reduce"),
+        row(0.005, "all-reduce, 1.5 % passed on", exchange="all-reduce", owner_density=0.015),
+    ]
+
+
 STUDIES = {
     "warm-up": _study(
         "study-warm-up", "Warm-up at 99 %: with k / r = 1/5, densities above 20 % make rTop-k random-k",
@@ -115,6 +132,15 @@ STUDIES = {
         _each(_BOTH_MEANS, (
             ("2 nodes", {"nodes": 2}), ("5 nodes", {}), ("10 nodes", {"nodes": 10}),
         )),
+    ),
+    "exchange": _study(
+        "study-exchange", "All-gather and all-reduce, distributed, error feedback, 99 %",
+        dataclasses.replace(_BATCHES, batch=8, rounds=600), _RATES, [*_exchanges(5), *_exchanges(20)],
+    ),
+    "exchange-cifar": _study(
+        "study-exchange-cifar", "All-gather and all-reduce, distributed, error feedback, 99 %, CIFAR-10 at 16 x 16",
+        Config(task="cifar10-small", batch=8, rounds=600, evaluate_every=100), (0.005, 0.015, 0.045),
+        [*_exchanges(5), *_exchanges(20)],
     ),
 }  # fmt: skip
 

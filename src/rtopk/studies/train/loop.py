@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rtopk.aggregate import average
+from rtopk import defaults
+from rtopk.exchange import OWNER, Vector, make_exchange
 from rtopk.local import CommonWeights
 from rtopk.memory import clip
 from rtopk.seed import derive
@@ -91,7 +92,24 @@ class Run:
         self.layout = config.make_layout(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.centre = CommonWeights(self.model, self.layout)
-        self.codec = config.make_codec(self.layout.fingerprint)
+        shards = self.task.shards(config)
+        self.weights = [float(len(shard)) for shard in shards] if config.weighted else None
+        self.exchange = make_exchange(
+            defaults.exchange(config.nodes, config.exchange),
+            self.transport,
+            Vector(
+                self.layout.size,
+                self.layout.dense_size,
+                config.mean,
+                self.weights,
+                config.keeps,
+                config.seed,
+            ),
+            config.make_codec(self.layout.fingerprint),
+            config.make_density(),
+            config.make_owner_density(),
+        )
+        self.codec = self.exchange.codec
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
             lr=config.learning_rate,
@@ -103,8 +121,6 @@ class Run:
             if config.method == "powersgd"
             else None
         )
-        shards = self.task.shards(config)
-        self.weights = [float(len(shard)) for shard in shards] if config.weighted else None
         self.nodes = [Node(self, number, shards[number]) for number in self.transport.local]
         self.round = 0
         self.sent = 0  # bytes, mean over the local nodes
@@ -199,9 +215,11 @@ class Run:
     def _mean(self, payloads: list[Tensor]) -> Tensor:
         """Exchange the local nodes' payloads, and what the method sends in answer; return the mean of all."""
         if self.low_rank is None:
-            everyone = self._exchange(payloads)
-            vectors = [self.codec.decode(payload, size=self.layout.size) for payload in everyone]
-            return average(vectors, self.config.mean, self.weights)
+            with self.spend("exchange"):
+                mean, traffic = self.exchange.mean(payloads, self.round)
+            self.sent += round(traffic.sent)
+            self.received += round(traffic.received)
+            return mean
         left = self.low_rank.agree(self._exchange(payloads), self.weights)
         with self.spend("compress"):
             answers = [node.answer(left) for node in self.nodes]
@@ -265,6 +283,7 @@ class Run:
             "loss": self.loss,
             "weights": self.vector(),
             "optimizer": self.optimizer.state_dict(),
+            **self.exchange.state(),
             "nodes": {node.number: node.state_dict() for node in self.nodes},
         }
 
@@ -277,6 +296,7 @@ class Run:
             raise ValueError(f"checkpoint is of another configuration ({'; '.join(differing)})")
         for node in self.nodes:
             node.load_state_dict(state["nodes"][node.number])
+        self.exchange.load({OWNER: state[OWNER]} if OWNER in state else {})
         self.centre.common = state["weights"]
         self.centre.restore()
         self.optimizer.load_state_dict(state["optimizer"])

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rtopk import ddp
+from rtopk.exchange import OWNER
 from rtopk.layout import nothing, one_dimensional
 from rtopk.local import UnevenGather
 from rtopk.studies.config import Config
@@ -74,13 +75,15 @@ class ProcessRun(Run):
             values=config.values,
             mean=config.mean,
             weights=self.weights,
+            exchange=config.exchange,
+            owner_density=config.make_owner_density(),
             clip_norm=clip_norm,
             dense=one_dimensional if config.dense_biases else nothing,
             seed=config.seed,
             on_nonfinite="raise",
             optimizer=self.optimizer,
         )
-        self.node.sparsifier = state.groups[0].sparsifier
+        self.node.sparsifier, self.exchange = state.groups[0].sparsifier, state.groups[0].exchange
         return state
 
     @property
@@ -133,8 +136,10 @@ class ProcessRun(Run):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all nodes; every process calls it."""
-        parts = [_read(raw) for raw in self._share(self.node.state_dict())]
-        return {**super().state_dict(), "nodes": dict(enumerate(parts))}
+        parts = [_read(raw) for raw in self._share({**self.node.state_dict(), **self.exchange.state()})]
+        kept = [part.pop(OWNER) for part in parts if OWNER in part]
+        owners = {OWNER: torch.stack(kept).sum(0)} if kept else {}
+        return {**super().state_dict(), **owners, "nodes": dict(enumerate(parts))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of all nodes."""

@@ -29,9 +29,11 @@ class Advice:
     def line(self) -> str:
         """The line to paste into a DDP job; empty where DDP's own all-reduce is best."""
         hooks = "torch.distributed.algorithms.ddp_comm_hooks"
-        if self.choice.method == "rtopk":
+        if self.choice.method.startswith("rtopk"):
+            exchange = ', exchange="all-reduce"' if self.choice.method == "rtopk-allreduce" else ""
             return (
-                f'rtopk.ddp.register(model, density={self.choice.density:g}, values="{self.choice.values}")'
+                f"rtopk.ddp.register(model, density={self.choice.density:g}, "
+                f'values="{self.choice.values}"{exchange})'
             )
         if self.choice.method == "fp16":
             return f"model.register_comm_hook(None, {hooks}.default_hooks.fp16_compress_hook)"
@@ -42,14 +44,14 @@ class Advice:
         return ""
 
 
-def information(prediction: Prediction) -> tuple[float, float]:
-    """Order methods by how much of the gradient they send: entries first, bits second."""
+def information(prediction: Prediction) -> tuple[float, ...]:
+    """Order methods by how much of the gradient they send: entries, bits, and whether all of it is passed on."""
     bits = {"fp32": 32, "fp16": 16, "4bit": 4}.get(prediction.values or "fp32", 32)
     if prediction.method == "dense":
         return (2.0, 32)
     if prediction.method == "fp16":
         return (2.0, 16)
-    return (prediction.density or 0.0, bits)
+    return (prediction.density or 0.0, bits, prediction.method != "rtopk-allreduce")
 
 
 def choose(predictions: Sequence[Prediction]) -> Advice:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtopk.codec import Codec
+from rtopk.codec import HEADER, SHORT, Codec
 from rtopk.replicas.control import SIZE as CONTROL_BYTES
 from rtopk.studies.bench import FORWARD
 from rtopk.studies.bench.link import METHODS
@@ -22,6 +22,8 @@ from rtopk.tools.show.palette import with_density
 
 HEADERS = (1514 + 66 / 2) / 1448  # Ethernet, IP and TCP, and an acknowledgement for every other segment
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes; DDP's defaults
+NOTE_BYTES = 16  # size and digest, to every node before the parts
+PART_MS = 0.4  # to encode, shorten, restore and decode a part of few entries, both ways
 TENSORS = 60  # assumed where only the number of entries is known
 
 
@@ -98,8 +100,8 @@ def _predict(
     machine: Machine, work: Workload, link: Link, method: str, density: float | None, values: str | None
 ) -> Prediction:
     n, size = link.nodes, work.size
-    if method == "rtopk" and density is not None and values is not None:
-        return _predict_ours(machine, work, link, density, values)
+    if method in OURS and density is not None and values is not None:
+        return OURS[method](machine, work, link, density, values)
     gather = method == "topk-allgather"
     entries = _payload_entries(work, method, density)
     payload = entries * (12 if gather else 2 if method == "fp16" else 4)
@@ -134,6 +136,31 @@ def _predict_ours(machine: Machine, work: Workload, link: Link, density: float, 
     wire = _wire(machine, link, received, n - 1)
     step = 1e-3 * work.step_ms + local + wire
     return Prediction("rtopk", density, values, 1e3 * step, 1e3 * local, 1e3 * wire, payload, received)
+
+
+def _predict_all_reduce(
+    machine: Machine, work: Workload, link: Link, density: float, values: str
+) -> Prediction:
+    """A node encodes n parts, averages its share of the entries, passes 1/n on, and decodes n payloads."""
+    n, size, tail = link.nodes, work.size, work.dense_size
+    entries = max(1, round(density * (size - tail))) + tail
+    parts = Codec(values=values, dense_size=tail // n, fixed=True).capacity(size // n, entries // n)
+    parts += SHORT.size - HEADER.size
+    received = (n - 1) * (2 * parts + NOTE_BYTES)
+    local = (
+        machine.select["rtopk"].seconds(size * (1 + 1 / n), entries)
+        + machine.encode[values].seconds(size, entries * (1 + 1 / n))
+        + machine.average[values].seconds(size, 2 * entries)
+        + 1e-3 * PART_MS * n
+    ) * link.sharing
+    wire = _wire(machine, link, received, n + 1)
+    step = 1e-3 * work.step_ms + local + wire
+    return Prediction(
+        "rtopk-allreduce", density, values, 1e3 * step, 1e3 * local, 1e3 * wire, received, received
+    )
+
+
+OURS = {"rtopk": _predict_ours, "rtopk-allreduce": _predict_all_reduce}
 
 
 def transfer_seconds(machine: Machine, link: Link, payload: float, dense: bool) -> float:

@@ -27,6 +27,7 @@ COMMANDS = {
     "watch": ("report:watch", "Serve the report of runs while they go on, renewed by itself."),
     "fed": ("train:fed", "Train federated on Flower, compressed both ways."),
     "bench": ("bench:app", "Measure the parts against their floors and rivals."),
+    "selftest": ("selftest:selftest", "Check the library on a device against the CPU, to the bit."),
     "rivals": ("studies:rivals", "Compare all methods at equal bytes sent."),
     "reproduce": ("studies:reproduce", "Run one of the paper's tables and print both side by side."),
     "tables": ("studies:tables", "Print the tables that have been run, paper beside ours."),

@@ -139,6 +139,58 @@ def link(
 
 
 @app.command()
+def traffic(
+    markdown: bool = typer.Option(False, "--markdown", help="Print the tables of docs/gpu.md."),
+) -> None:
+    """Predict what a step takes on a card, from the bytes it moves.
+
+    Nothing is run: bytes are counted from the programs and divided by bandwidths.
+    """
+    from rtopk.studies.bench import traffic as model
+    from rtopk.tools.show.terminal import console, table
+    from rtopk.tools.show.terminal import markdown as in_markdown
+
+    for title, (heads, *rows) in (
+        ("a step: predicted, not run on a GPU", model.table()),
+        ("packing: predicted, not run on a GPU", model.packing_table()),
+    ):
+        if markdown:
+            print(f"**{title[0].upper()}{title[1:]}.**\n", *in_markdown(heads, rows), sep="\n", end="\n\n")
+        else:
+            console.print(table(title, heads, rows))
+
+
+@app.command()
+def exchange(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
+    quick: bool = typer.Option(False, "--quick", help="A small model and up to 32 nodes, in seconds."),
+    picture: Path | None = typer.Option(None, "--picture", help="PNG of bytes over nodes."),
+) -> None:
+    """Count what a node receives in a step, for 2 to 256 nodes.
+
+    Both exchanges, PowerSGD, Ok-Topk's bound and dense, on real gradients of ResNet-18 and of an LSTM.
+    """
+    from rtopk.studies.bench import exchange as bench
+    from rtopk.tools.show import terminal
+
+    with terminal.errors.status("") as status:
+        tell = status.update if terminal.errors.is_terminal else terminal.errors.print
+        rows = list(bench.count(bench.QUICK if quick else bench.ExchangePlan(), tell))
+    if picture is not None:
+        bench.draw(rows, picture)
+    if as_json:
+        print(json.dumps(bench.as_json(rows)))
+        return
+    for title, found in bench.panels(rows).items():
+        cells = [bench.cells(row) for row in found]
+        if markdown:
+            print("", f"{title}, kB:", "", *terminal.markdown(bench.HEADS, cells), sep="\n")
+        else:
+            terminal.console.print(terminal.table(f"{title}, kB received", bench.HEADS, cells))
+
+
+@app.command()
 def start(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     runs: int = typer.Option(3, min=1, help="Repetitions; the median counts."),

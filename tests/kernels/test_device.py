@@ -1,0 +1,232 @@
+"""Triton's programs under its interpreter: the same bits as the compiled loops, for every vector.
+
+The interpreter runs one program after the other, so it shows no races: the docstrings of `programs` argue those.
+Blocks are made small here, so that short vectors cross their borders.
+"""
+
+import numpy as np
+import pytest
+import structured
+import torch
+from chosen import prefer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtopk import (
+    DecayedErrorFeedback,
+    ErrorFeedback,
+    Layout,
+    MomentumCorrection,
+    NoMemory,
+    RTopK,
+    Sparsifier,
+    TopK,
+    kernels,
+)
+from rtopk.kernels import cpu, device, draws, plain
+from rtopk.kernels.search import Search
+from rtopk.seed import generator
+
+pytest.importorskip("triton")
+
+BLOCK = 128
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        prefer(monkeypatch, "triton")
+        monkeypatch.setattr(device, "BLOCK", BLOCK)
+        yield
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def check_pick(name, values, r, floors, words=None, k=None):
+    """Hold what is picked, with good and bad guesses, to the definition."""
+    vector, expected = torch.from_numpy(values), structured.exact(values, r)
+    words, k = (draws.every_bit(r), r) if words is None else (words, k)
+    drawn = expected[draws.set_bits(words, k).numpy()]
+    rth = np.abs(values[expected]).min()
+    for floor in floors:
+        found = (
+            device.search_largest(vector, r)
+            if floor is None
+            else device.scan(vector, Search(float(floor), r))
+        )
+        picked = device.pick(found, r, words, k)
+        assert np.array_equal(picked.positions.numpy(), drawn), (name, r, floor)
+        assert np.array_equal(picked.values.numpy().view(np.int32), values[drawn].view(np.int32)), (name, r)
+        assert picked.magnitude == rth, (name, r, floor)
+        if floor is not None:
+            assert len(found) == (np.abs(values.astype(np.float64)) >= floor).sum()
+
+
+@pytest.mark.parametrize("d", [1, 31, BLOCK, BLOCK + 1, 3 * BLOCK - 1])
+def test_selection_is_exact(d):
+    """Guesses that are right, a little low, useless, too high, and none at all."""
+    rng = np.random.default_rng(d)
+    for _ in range(2):
+        name, values = structured.vector(rng, d)
+        r = structured.ranks(rng, d)
+        rth = float(np.abs(values[structured.exact(values, r)]).min())
+        check_pick(name, values, r, (rth, np.float32(rth * 0.9), 0.0, rth * 1.5, None))
+
+
+@pytest.mark.parametrize("family", structured.FAMILIES, ids=lambda f: f.__name__)
+def test_every_family_is_exact(family):
+    rng = np.random.default_rng(3)
+    name, values = structured.vector(rng, 300, family)
+    for r in (17, 150):
+        rth = float(np.abs(values[structured.exact(values, r)]).min())
+        k = max(1, r // 2)
+        check_pick(name, values, r, (rth, None), draws.draw_words(r, k, 5), k)
+
+
+def test_blocks_of_the_size_that_ships(monkeypatch):
+    monkeypatch.setattr(device, "BLOCK", 4096)
+    rng = np.random.default_rng(1)
+    for d in (4096, 9000):
+        name, values = structured.vector(rng, d)
+        rth = float(np.abs(values[structured.exact(values, d // 50)]).min())
+        check_pick(name, values, d // 50, (rth, 0.0, rth * 1.5))
+
+
+@pytest.mark.slow
+def test_many_vectors():
+    """Up to 100,000 entries, in blocks of the size that ships; minutes."""
+    rng = np.random.default_rng(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for number in range(600):
+            monkeypatch.setattr(device, "BLOCK", (BLOCK, 1024, 4096)[number % 3])
+            d = int(rng.choice([5, 1000, 5000] if number % 10 else [20_000, 70_000, 100_000]))
+            name, values = structured.vector(rng, d)
+            r = structured.ranks(rng, d)
+            rth = float(np.abs(values[structured.exact(values, r)]).min())
+            check_pick(name, values, r, (rth, np.float32(rth * 0.97), rth * 1.5, 0.0, None))
+
+
+def test_ties_go_to_the_lower_index_across_blocks():
+    vector = torch.full((5 * BLOCK,), -2.0)
+    vector[3 * BLOCK] = 3.0
+    picked = device.pick(device.search_largest(vector, 200), 200, draws.every_bit(200), 200)
+    assert picked.positions.tolist() == [*range(199), 3 * BLOCK]
+
+
+ways = st.sampled_from(["plain", "momentum", "scaled momentum", "decay"])
+entries = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 0.1, 65504.0, 2.5e-7]) | st.floats(
+    width=16, allow_nan=False, allow_infinity=False
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 400), ways, st.sampled_from(DTYPES), st.lists(entries, min_size=1, max_size=40), st.data()
+)
+def test_sums_and_candidates_have_the_bits_of_the_loops(d, way, dtype, some, data):
+    """All three dtypes of gradients; zeros of both signs and subnormals among them."""
+    rng = np.random.default_rng(d)
+    gradient = torch.tensor(rng.choice(some, d), dtype=torch.float32).to(dtype)
+    residual, velocity = (torch.from_numpy(structured.vector(rng, d)[1].clip(-1e30, 1e30)) for _ in range(2))
+    size = data.draw(st.integers(1, d))
+    r = data.draw(st.integers(1, size))
+    given_velocity = velocity if "momentum" in way else None
+    numbers = {
+        "plain": (0.0, 1.0, 1.0),
+        "momentum": (0.9, 1.0, 1.0),
+        "scaled momentum": (0.7, 1 / 3, 1.0),
+        "decay": (0.0, 1.0, 0.95),
+    }[way]
+    outcomes = []
+    for backend in (cpu if dtype == torch.float32 else plain, device):
+        search = Search(float(residual[:size].abs().median()), r, size)
+        kept = residual.clone(), None if given_velocity is None else given_velocity.clone()
+        found = backend.accumulate_(kept[0], gradient, search, kept[1], *numbers)
+        picked = backend.pick(found, r, draws.every_bit(r), r) if found.hold(r) else None
+        outcomes.append((*kept, picked))
+    (sums, speeds, expected), (device_sums, device_speeds, picked) = outcomes
+    assert same(sums, device_sums)
+    assert speeds is None or same(speeds, device_speeds)
+    exact = structured.exact(sums[:size].numpy(), r)
+    assert np.array_equal(picked.positions.numpy(), exact)
+    assert expected is None or (
+        same(expected.positions, picked.positions) and same(expected.values, picked.values)
+    )
+
+
+def test_each_operation_is_rounded():
+    """With one rounding for velocity * momentum + gradient, 6,000 of 10,000 sums of this kind differ."""
+    rng = generator("rounding")
+    velocity, gradient = torch.randn(2, 1000, generator=rng)
+    moved, residual = velocity.clone(), torch.zeros(1000)
+    device.accumulate_(residual, gradient, None, moved, 0.9, 0.3, 1.0)
+    by_hand = velocity * torch.tensor(0.9) + gradient * torch.tensor(0.3)
+    fused = (velocity.double() * torch.tensor(0.9).double() + (gradient * torch.tensor(0.3)).double()).float()
+    assert same(moved, by_hand)
+    assert not same(moved, fused)
+
+
+@pytest.mark.parametrize("memory", [NoMemory, ErrorFeedback, MomentumCorrection, DecayedErrorFeedback])
+def test_a_node_sends_the_same_bytes_step_after_step(memory, monkeypatch):
+    """Whole steps, with a dense tail, while the scale jumps: guesses are right, too high and too low."""
+    layout = Layout(("w", "b"), ((300,), (37,)), 37)
+    made = {}
+    for backend in (cpu, device):
+        monkeypatch.setattr(kernels, "_order", [backend, plain])
+        node = Sparsifier(RTopK(r_over_k=3.0), 0.02, memory(), layout=layout)
+        made[backend] = [
+            (
+                node.compress(torch.randn(337, generator=generator(step)) ** 3 * 10.0 ** (step % 4), step),
+                *(tensor for _, tensor in sorted(node.memory.state_dict().items())),
+            )
+            for step in range(5)
+        ]
+    for expected, got in zip(*made.values(), strict=True):
+        assert all(same(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("memory", [NoMemory, ErrorFeedback, MomentumCorrection, DecayedErrorFeedback])
+def test_what_is_not_finite_changes_nothing(memory, bad):
+    node = Sparsifier(TopK(), 0.02, memory())
+    for step in range(2):
+        node.compress(torch.randn(300, generator=generator(step)), step)
+    before = node.state_dict()["memory"]
+    gradient = torch.randn(300)
+    gradient[217] = bad
+    with pytest.raises(kernels.NotFiniteError, match="at index 217 of 300"):
+        node.compress(gradient, 2)
+    after = node.state_dict()["memory"]
+    assert before.keys() == after.keys()
+    assert all(same(before[name], after[name]) for name in before)
+
+
+def test_values_are_subtracted_to_the_bit():
+    rng = np.random.default_rng(2)
+    vector = torch.from_numpy(structured.vector(rng, 1000)[1].clip(-1e30, 1e30))
+    indices = torch.from_numpy(np.sort(rng.choice(1000, 300, replace=False)))
+    values = torch.from_numpy(structured.vector(rng, 300)[1].clip(-1e30, 1e30))
+    for factor in (1.0, -1.0, 0.3):
+        ours, theirs = vector.clone(), vector.clone()
+        device.subtract_(ours, indices, values, factor)
+        cpu.subtract_(theirs, indices, values, factor)
+        assert same(ours, theirs)
+    with pytest.raises(IndexError, match=r"must lie in \[0, 1000\), got 3 to 1000"):
+        device.subtract_(vector, torch.tensor([3, 1000]), torch.ones(2), 1.0)
+
+
+def test_it_serves_what_its_programs_take():
+    vector = torch.zeros(10)
+    assert device.serves(vector, vector.half(), vector)
+    assert not device.serves(vector.half())
+    assert not device.serves(vector.double())
+    assert not device.serves(vector[::2])
+    assert not device.serves(vector, torch.zeros(10, device="meta"))
+    assert not device.serves()
