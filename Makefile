@@ -1,10 +1,14 @@
 # Everything runs from .venv, which is made on first use and again when the dependencies change.
-PYTHON ?= python3.11
+# Whichever supported Python is there; 3.11 first, which constraints.txt was made with. Older ones cannot take its pins.
+PYTHON ?= $(shell for v in 3.11 3.12 3.13 3.10; do python$$v -c '' 2>/dev/null && echo python$$v && break; done)
+PINS = $(if $(findstring 3.10,$(PYTHON)),,-c constraints.txt)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint bench docs format clean
+VERSIONS ?= 2.6@3.10 2.9@3.12 2.13@3.11 2.15@3.13  # torch@Python
+
+.PHONY: demo test test-slow test-versions lint bench docs format clean
 demo: $(READY)  ## five nodes train on scikit-learn's digits, four methods, both settings
 	$(BIN)/rtopk demo
 
@@ -13,6 +17,9 @@ test: lint  ## the whole default suite
 
 test-slow: $(READY)  ## what is longer, or needs the real data
 	$(BIN)/python -m pytest -m slow -o addopts="--strict-markers --strict-config -ra"
+
+test-versions:  ## the library's tests with other versions, one environment of some GB at a time
+	$(PYTHON) tests/versions.py $(VERSIONS)
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
@@ -31,8 +38,9 @@ docs: $(READY)  ## the site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "rtopk needs Python 3.10 to 3.13; none was found (PYTHON=... names one)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PINS) -e ".[dev]"
 	touch $(READY)
 
 clean:

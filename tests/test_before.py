@@ -64,6 +64,7 @@ def test_local_sgd_goes_on_to_the_same_weights():
 
 def test_a_flower_client_and_a_server_go_on(tmp_path, monkeypatch):
     """The client's file is read and its residual is there; the server's state is taken as it is."""
+    pytest.importorskip("flwr")
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent / "flower")])
     from flwr.serverapp.strategy import FedAvg
     from harness import LocalGrid, initial, quadratic_app, tensors

@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rtopk.tools.cli import app
+from rtopk.tools.cli import Deferred, app
 from test_readme import PAGES, ROOT, blocks
 from tools.report.records import a_table
 
@@ -32,6 +32,7 @@ ONLY_PARSED = {
     "demo": "tests/tools/cli/test_cli.py runs it with one seed and few rounds",
     "bench compress": "tests/studies/bench/test_bench_compress.py runs it with its smallest sizes",
     "bench codec": "tests/studies/bench/test_bench_codec.py runs it with its smallest sizes",
+    "bench start": "minutes of new processes; tests/studies/bench/test_bench_start.py runs it with one rank",
     "selftest": "a minute; tests/studies/bench/test_selftest.py runs it small",
     "bench link": "needs root and minutes; tests/studies/bench/test_link_bench.py runs it small on loopback",
     "advise": "needs a second host or a long benchmark; tests/tools/advise/test_advise.py tests what it does",
@@ -46,6 +47,7 @@ MAKE = {  # only parsed: each is a call of what is tested elsewhere
     "demo": "rtopk demo",
     "test": "pytest -n 2",
     "test-slow": "pytest -m slow",
+    "test-versions": "tests/versions.py",
     "bench": "rtopk bench",
     "docs": "mkdocs build",
     "format": "ruff format",
@@ -83,11 +85,15 @@ def starts(line, table):
 def test_command_is_parsed(line):
     """Names, options and values are those of the real command line."""
     command, words = typer.main.get_command(app), shlex.split(line)[1:]
-    if words[0] == "--install-completion":  # acts while it is parsed: see below
+    if words[0] in (
+        "--install-completion",
+        "--help",
+    ):  # act while they are parsed: see below, and test_cli.py
         return
     context = command.make_context("rtopk", words)
     while hasattr(command, "commands") and (words := [*context._protected_args, *context.args]):
         name, command, words = command.resolve_command(context, words)
+        command = command.command() if isinstance(command, Deferred) else command
         if hasattr(command, "commands") and not words:
             return  # a group by its name
         if any(param.required for param in command.params) and not words:

@@ -49,6 +49,20 @@ def test_momentum_correction_by_hand():
     assert memory.velocity.tolist() == [1.0, 2.0]
 
 
+def test_nesterov_is_torchs():
+    """With everything sent and nothing masked, what comes out is the step of torch's SGD."""
+    memory = MomentumCorrection(0.9, masking=False, nesterov=True)
+    weight, total = torch.zeros(50, requires_grad=True), torch.zeros(50)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, nesterov=True)
+    for step in range(6):
+        weight.grad = torch.randn(50, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        vector = memory.add(weight.grad.clone()).clone()
+        total -= vector
+        memory.subtract(SparseVector(torch.arange(50), vector, 50))
+        assert torch.allclose(total, weight.detach(), atol=1e-5)
+
+
 def test_local_clipping_bounds_what_is_added():
     memory = MomentumCorrection(momentum=0.9, clip_norm=5.0)
     assert torch.allclose(memory.add(torch.tensor([30.0, 40.0])), torch.tensor([3.0, 4.0]))

@@ -1,10 +1,11 @@
 """What is shipped: wheel and sdist with all they need, extras that pull only what they name, and that it runs."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIPPED = (
     "rtopk/py.typed",
@@ -49,6 +51,23 @@ def test_sources_hold_what_the_wheel_must():
     assert "MIT" in (ROOT / "src" / "rtopk/tools/report/assets/plotly-LICENSE.txt").read_text()
 
 
+def test_the_other_rtopk_is_named_if_it_is_installed(tmp_path):
+    """EleutherAI/rtopk installs `rtopk/__init__.py` and `rtopk/ops.py`; either may come first."""
+    ours = tmp_path / "rtopk"
+    shutil.copytree(ROOT / "src" / "rtopk", ours, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    (ours / "ops.py").write_text("")
+
+    def told(code):
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                              capture_output=True, text=True, check=False)  # fmt: skip
+        assert done.returncode == 1
+        return done.stderr.splitlines()[-1]
+
+    assert "two projects named rtopk are installed" in told("import rtopk")
+    (ours / "__init__.py").write_text("")
+    assert "is of another project named rtopk" in told("import rtopk.ddp")
+
+
 @pytest.mark.slow
 def test_wheel_and_sdist_in_an_empty_environment(tmp_path):
     """Build both; the wheel made from the sdist installs alone, then with [cli], and runs; about five minutes."""
@@ -57,6 +76,7 @@ def test_wheel_and_sdist_in_an_empty_environment(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         assert set(SHIPPED) <= set(archive.namelist())
         assert not [name for name in archive.namelist() if name.startswith("tests")]
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
         assert {f"src/{name}" for name in SHIPPED} | {"README.md", "LICENSE", "tests/laws.py"} <= inside

@@ -16,7 +16,7 @@ def blocks(path, language):
     return [text for name, text in fenced if name == language]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["docs/index.md"])
 def test_python_of_a_page_runs(page, tmp_path):
     code = blocks(ROOT / page, "python")
     assert code

@@ -180,7 +180,7 @@ class MomentumCorrection:
     Use it with an optimizer that has no momentum of its own. `clip_norm` bounds the norm of each gradient before
     it is accumulated; docs/decisions.md says how a bound on the mean of n nodes becomes one on a node. `masking`
     forgets the velocity of the entries that were sent (DGC's momentum factor masking), so that they do not carry
-    stale momentum.
+    stale momentum. `nesterov` accumulates gradient + momentum * velocity, as torch's SGD does.
     """
 
     carries_momentum = True  # the optimizer must have none
@@ -190,6 +190,7 @@ class MomentumCorrection:
         momentum: float = 0.9,
         clip_norm: float | None = None,
         masking: bool = True,
+        nesterov: bool = False,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
@@ -198,6 +199,7 @@ class MomentumCorrection:
         self.momentum = momentum
         self.clip_norm = clip_norm
         self.masking = masking
+        self.nesterov = nesterov
         self.velocity: Tensor | None = None  # (d,), DGC's u
         self.residual: Tensor | None = None  # (d,), DGC's v
         self._headroom = _Headroom()
@@ -210,6 +212,15 @@ class MomentumCorrection:
         velocity = kernels.zeros(residual) if self.velocity is None else self.velocity
         safe = self._headroom.suffices(gradient, residual, velocity)
         scale = self._clip_factor(gradient)
+        if self.nesterov:
+            velocity = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
+            ahead = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
+            if not safe:
+                require_finite(residual + ahead, "residual + gradient + velocity")
+            kernels.accumulate_(residual, ahead, search)
+            self._headroom.spend(residual, velocity)
+            self.residual, self.velocity = residual, velocity
+            return residual
         if not safe:
             moved = residual.clone()
             kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rtopk import compat
 from rtopk.kernels.host import fetch, send
 
 
@@ -61,7 +62,7 @@ class AllGather:
         """Start to send this process's payload and to receive those of all ranks."""
         payload = send(payload, self.device).contiguous()
         arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
-        work = dist.all_gather_single(arrived, payload, group=self.group, async_op=True)
+        work = compat.all_gather_single(arrived, payload, self.group)
         return InFlight(work, payload, arrived.view(self.nodes, -1))
 
     def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:

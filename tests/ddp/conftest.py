@@ -14,6 +14,7 @@ from ddp_launch import Results, launch
 
 PAIR = [
     exact.equals_reference,
+    exact.momentum_moves,
     exact.buckets_are_rebuilt,
     exact.dense_phase_is_plain_ddp,
     exact.ddp_options,
@@ -24,6 +25,7 @@ PAIR = [
     exact.two_models,
     exact.every_coordinate,
     exact.epochs,
+    exact.flushed,
     exact.odd_models,
     exact.what_is_dropped_is_freed,
     faults.not_finite,

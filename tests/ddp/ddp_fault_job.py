@@ -1,9 +1,10 @@
 """examples/plain.py with an accident: rank 1 kills itself with SIGKILL in the middle of a step.
 
 It happens once, in the first life of the job, when step 47's second bucket arrives: rank 0 is then inside the
-same backward pass and waits for a message that will not come.
+same backward pass and waits for a message that will not come. RTOPK_TEST_EXCHANGE names the exchange.
 """
 
+import functools
 import importlib.util
 import os
 import signal
@@ -37,7 +38,10 @@ if __name__ == "__main__":
     spec = importlib.util.spec_from_file_location("plain", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    rtopk.ddp.hook = dying_hook
+    rtopk.ddp.hook = dying_hook if os.environ.get("RTOPK_TEST_DIES", "1") == "1" else plain_hook
+    rtopk.ddp.register = functools.partial(
+        rtopk.ddp.register, exchange=os.environ.get("RTOPK_TEST_EXCHANGE", "all-gather")
+    )
     example.DistributedDataParallel = SmallBuckets
     print(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']} of rank {os.environ['RANK']}", flush=True)
     example.main()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import logging
 import warnings
 import weakref
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import rtopk
-from rtopk import Dealt, MomentumCorrection, NoMemory, RandomK, TopK
+from rtopk import Dealt, MomentumCorrection, NoMemory, RandomK, TopK, compat
 
 STEPS = 5  # DDP rebuilds its buckets after the first
 
@@ -73,10 +74,50 @@ def _against_the_reference(at: Place, variants: dict[str, dict[str, Any]]) -> di
     return found
 
 
+def momentum_moves(at: Place) -> dict[str, Any]:
+    """The optimizer's momentum becomes the memory's; a checkpoint of before cannot bring it back unseen."""
+    logging.getLogger("rtopk").setLevel(logging.ERROR)
+    found: dict[str, Any] = {}
+    for nesterov in (False, True):
+        model, plain = net(), net()
+        optimizer = sgd(model, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
+        before = copy.deepcopy(optimizer.state_dict())
+        state = rtopk.ddp.register(wrap(model), 0.05, memory="momentum-correction", optimizer=optimizer)
+        held = (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["weight_decay"])
+        train(state.model, optimizer, range(3), at.rank)
+        optimizer.load_state_dict(before)
+        train(state.model, optimizer, range(3, 5), at.rank)
+        other = rtopk.ddp.register(
+            wrap(plain), 0.05, memory=lambda nesterov=nesterov: MomentumCorrection(0.8, nesterov=nesterov)
+        )
+        train(other.model, sgd(plain, weight_decay=0.01 / (1.0 - 0.8)), range(5), at.rank)
+        # What was saved with momentum 0 says what it was.
+        saved, again = copy.deepcopy(optimizer.state_dict()), sgd(net(), momentum=0.5)
+        again.load_state_dict(saved)
+        memory = rtopk.replicas.momentum.memory_for(again, lambda parameter: True)
+        state.return_momentum()
+        group = optimizer.param_groups[0]
+        found[str(nesterov)] = {
+            "held": held,
+            "bits": [bits(model), bits(plain)],
+            "again": memory().momentum,
+            "back": [group["momentum"], round(group["weight_decay"], 9), "rtopk_momentum" in group],
+        }
+    model = net()
+    groups = [{"params": [p], "momentum": 0.1 * i} for i, p in enumerate(model.parameters())]
+    try:
+        rtopk.ddp.register(
+            wrap(model), memory="momentum-correction", optimizer=torch.optim.SGD(groups, lr=0.1)
+        )
+    except ValueError as error:
+        found["differ"] = str(error)
+    return found
+
+
 def buckets_are_rebuilt(at: Place) -> dict[str, Any]:
     """Count buckets, collectives and their bytes in every step."""
     found: dict[str, Any] = {}
-    real = dist.all_gather_single
+    real = compat.all_gather_single
     for scope in ("global", "bucket"):
         buckets: list[int] = []
         exchanged: list[int] = []
@@ -87,19 +128,19 @@ def buckets_are_rebuilt(at: Place) -> dict[str, Any]:
             seen[-1] += 1
             return rtopk.ddp.hook(state, bucket)
 
-        def gather(out: Tensor, own: Tensor, *, seen: list[int] = exchanged, **how: Any) -> Any:
+        def gather(out: Tensor, own: Tensor, group: Any = None, *, seen: list[int] = exchanged) -> Any:
             seen.append(own.numel())
-            return real(out, own, **how)
+            return real(out, own, group)
 
         model = net()
         ddp = wrap(model)
         state = rtopk.ddp.register(ddp, 0.05, scope=scope, attach=False)
         ddp.register_comm_hook(state, counting)
-        dist.all_gather_single = gather
+        compat.all_gather_single = gather
         try:
             train(ddp, sgd(model), range(3), at.rank)
         finally:
-            dist.all_gather_single = real
+            compat.all_gather_single = real
         last = exchanged[-buckets[-1] :] if scope == "bucket" else exchanged[-1:]
         found[scope] = {
             "buckets": buckets,
@@ -307,6 +348,22 @@ def epochs(at: Place) -> dict[str, Any]:
         train(state.model, sgd(model), range(step, step + 1), at.rank)
         densities.append(state.stats.density)
     return {"densities": densities, "weights": bits(model)}
+
+
+def flushed(at: Place) -> dict[str, Any]:
+    """Three sparse steps, one that sends everything, one sparse step; in both scopes."""
+    found = {}
+    for scope in ("global", "bucket"):
+        model = net()
+        state = rtopk.ddp.register(wrap(model), 0.05, scope=scope)
+        seen = []
+        for step in range(5):
+            if step == 3:
+                state.flush()
+            train(state.model, sgd(model), range(step, step + 1), at.rank)
+            seen.append((state.stats.density, state.stats.residual_norm > 0.0))
+        found[scope] = [seen, bits(model)]
+    return found
 
 
 class Tied(nn.Module):

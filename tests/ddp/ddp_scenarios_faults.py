@@ -255,7 +255,7 @@ def refused(at: Place) -> dict[str, Any]:
     twice = wrap(net())
     register(twice, 0.05)
     sparse = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
-    momentum = wrap(net())
+    momentum, other = wrap(net()), wrap(net())
     own_precision = wrap(net())
     own_precision.mixed_precision = object()  # what DDP(mixed_precision=...) leaves; on CPU it cannot be made
     complex_model = nn.Linear(3, 3, dtype=torch.complex64)
@@ -279,7 +279,14 @@ def refused(at: Place) -> dict[str, Any]:
             register, wrap(net()), 0.05, scope="bucket", memory=lambda: MomentumCorrection(clip_norm=1.0)
         ),
         "momentum": attempt(
-            register, momentum, 0.05, memory="momentum-correction", optimizer=sgd(momentum, momentum=0.9)
+            register, momentum, 0.05, memory=MomentumCorrection, optimizer=sgd(momentum, momentum=0.9)
+        ),
+        "adam": attempt(
+            register,
+            other,
+            0.05,
+            memory="momentum-correction",
+            optimizer=torch.optim.Adam(other.parameters()),
         ),
     }
     model = net()

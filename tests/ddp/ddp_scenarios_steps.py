@@ -11,6 +11,7 @@ from ddp_worker import Place
 from torch import Tensor, nn
 
 import rtopk
+from rtopk import compat
 
 
 def _pair(trunk: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -253,7 +254,7 @@ def openings(at: Place) -> dict[str, Any]:
         asked.append(step)
         return 0.05
 
-    real = dist.all_gather_single
+    real = compat.all_gather_single
     for name, density, options in (
         ("constant", 0.05, {}),
         ("dense_steps", 0.05, {"dense_steps": 2}),
@@ -265,17 +266,17 @@ def openings(at: Place) -> dict[str, Any]:
         registered = len(asked)
         sizes: list[list[int]] = []
 
-        def gather(out: Tensor, own: Tensor, *, seen: Any = sizes, **how: Any) -> Any:
+        def gather(out: Tensor, own: Tensor, group: Any = None, *, seen: Any = sizes) -> Any:
             seen[-1].append(own.numel())
-            return real(out, own, **how)
+            return real(out, own, group)
 
-        dist.all_gather_single = gather
+        compat.all_gather_single = gather
         try:
             for step in range(6):
                 sizes.append([])
                 train(state.model, sgd(model), range(step, step + 1), at.rank)
         finally:
-            dist.all_gather_single = real
+            compat.all_gather_single = real
         found[name] = {
             "headers": [sum(size == 40 for size in step) for step in sizes],
             "sent": [state.stats.bytes_sent, sum(sizes[-1])],

@@ -31,6 +31,17 @@ def test_variants_are_different_runs(pair: Results) -> None:
     assert len({found[variant][0] for variant in VARIANTS}) == len(VARIANTS)
 
 
+@pytest.mark.parametrize("nesterov", ["False", "True"])
+def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nesterov: str) -> None:
+    for found in clean(pair, "momentum_moves"):
+        moved = found[nesterov]
+        assert moved["held"] == [0.0, pytest.approx(0.05)]
+        assert moved["bits"][0] == moved["bits"][1]
+        assert moved["again"] == 0.8
+        assert moved["back"] == [0.8, 0.01, False]
+        assert "groups of SGD differ in (momentum, nesterov)" in found["differ"]
+
+
 def test_one_collective_of_the_known_size_per_step_or_bucket(pair: Results) -> None:
     for found in clean(pair, "buckets_are_rebuilt"):
         buckets = found["global"]["buckets"]
@@ -139,6 +150,14 @@ def test_every_coordinate_is_sent_and_none_twice(pair: Results) -> None:
     assert found["entries"][1] <= 200
     assert found["least"] >= 3
     assert min(found["quarters"]) >= 0.8 * max(found["quarters"])
+
+
+def test_a_flush_sends_the_whole_residual_and_then_the_density_is_as_before(pair: Results) -> None:
+    """Both ranks have the same weights after it, so the ranks agreed on the larger message."""
+    one, two = clean(pair, "flushed")
+    for scope in ("global", "bucket"):
+        assert one[scope][0] == [[0.05, True]] * 3 + [[1.0, False], [0.05, True]]
+        assert one[scope][1] == two[scope][1]
 
 
 def test_schedule_by_epoch(pair: Results) -> None:

@@ -5,17 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
-from test_ddp_adapters import EXAMPLES, torchrun
+from test_ddp_adapters import torchrun
 
 
 @pytest.mark.slow
-def test_a_killed_job_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", ["all-gather", "all-reduce"])
+def test_a_killed_job_ends_with_the_same_weights(tmp_path: Path, exchange: str) -> None:
     steps = ["--steps", "60", "--save-every", "20"]
-    quiet = torchrun([str(EXAMPLES / "plain.py"), "--folder", str(tmp_path / "quiet"), *steps])
     job = str(Path(__file__).with_name("ddp_fault_job.py"))
+    how = {"RTOPK_TEST_EXCHANGE": exchange}
+    quiet = torchrun([job, "--folder", str(tmp_path / "quiet"), *steps], RTOPK_TEST_DIES="0", **how)
     # torchrun's own store outlives the first life, and a rank that is early in the second may find the address
     # of a dead one in it (pytorch issue 135712); a store per life does not have that.
-    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **how}
     killed = torchrun([job, "--folder", str(tmp_path / "killed"), *steps], "--max-restarts", "1", **apart)
     lives = sorted(re.findall(r"life \d of rank \d", killed))
     assert lives == ["life 0 of rank 0", "life 0 of rank 1", "life 1 of rank 0", "life 1 of rank 1"]

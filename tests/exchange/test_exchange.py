@@ -10,6 +10,7 @@ import laws
 from rtopk import Codec, ErrorFeedback, Layout, NoMemory, PayloadError, RTopK, SparseVector, Sparsifier, TopK
 from rtopk.aggregate import average
 from rtopk.exchange import AllReduced, Vector, make_exchange
+from rtopk.exchange.owner import Owner
 from rtopk.exchange.shares import PartsCodec, Shares
 from rtopk.schedule import constant
 from rtopk.seed import generator
@@ -211,6 +212,56 @@ def test_damaged_parts_are_refused():
         exchange.owners[1].reduce([part, damaged[:50], part], 0)
     assert torch.equal(exchange.state()["owner_residual"], before)
     assert torch.equal(codec.decode(payload).values, whole.values)
+
+
+def owner_forgets(monkeypatch):
+    """What an owner does not pass on is dropped."""
+    real = Owner.reduce
+
+    def reduce(self, *args):
+        payload = real(self, *args)
+        self.sparsifier.memory.residual.zero_()
+        return payload
+
+    monkeypatch.setattr(Owner, "reduce", reduce)
+
+
+def owner_subtracts_what_it_meant(monkeypatch):
+    """The rounding error of what an owner passes on is lost."""
+    real = Codec.encode_with_decoded
+
+    def encode(self, vector, rng=None):
+        payload, _ = real(self, vector, rng)
+        return payload, vector
+
+    monkeypatch.setattr(Codec, "encode_with_decoded", encode)
+
+
+def nodes_twice(monkeypatch):
+    """Node 0 is counted twice."""
+    real = InProcess.swap
+
+    def swap(self, parts):
+        return [[column[0], *column[:-1]] for column in real(self, parts)]
+
+    monkeypatch.setattr(InProcess, "swap", swap)
+
+
+@pytest.mark.parametrize("mistake", [owner_forgets, owner_subtracts_what_it_meant, nodes_twice])
+def test_mistakes_are_noticed(mistake, monkeypatch):
+    law = test_nothing_is_lost.hypothesis.inner_test
+    case = {"codec": "4bit", "mean": "nodes", "memory": "ErrorFeedback", "size": 300, "nodes": 5, "density": 0.2,
+            "owner_density": 0.1, "weighted": False, "seed": 1}  # fmt: skip
+    law(**case)
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        law(**case)
+
+
+def test_a_plain_remainder_would_burden_one_owner(monkeypatch):
+    monkeypatch.setattr(Shares, "_turn", lambda self, block: np.zeros_like(block))
+    with pytest.raises(AssertionError):
+        test_structure_does_not_fall_to_one_owner(64)
 
 
 def test_any_rule_may_choose_at_the_nodes():

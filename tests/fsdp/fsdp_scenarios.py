@@ -630,9 +630,7 @@ def refused(at: Place) -> dict[str, Any]:
         "partly": lambda: rtopk.fsdp.register(partly(), mesh["replicate"]),
         "ddp": lambda: rtopk.ddp.register(shard(net(), mesh["shard"])),
         "momentum": lambda: (
-            lambda m: rtopk.fsdp.register(
-                m, mesh["replicate"], memory="momentum-correction", optimizer=sgd(m)
-            )
+            lambda m: rtopk.fsdp.register(m, mesh["replicate"], memory=MomentumCorrection, optimizer=sgd(m))
         )(shard(net(), mesh["shard"])),
     }
     found = {}

@@ -1,10 +1,13 @@
 """When loops are compiled: not at import, at the first call, and then it is said."""
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import rtopk
 
@@ -26,12 +29,10 @@ def test_nothing_is_compiled_at_import(tmp_path):
     assert compiled == []
 
 
-def test_the_first_call_says_that_it_compiles_and_keeps_the_result(tmp_path):
-    """Once, though two loops are compiled; with so little patience that no machine is too fast."""
+def test_it_is_said_once_and_only_if_something_is_compiled(tmp_path):
     program = """
 import torch
-from rtopk.kernels import jit, rank, reaches
-jit.PATIENCE = 0.001
+from rtopk.kernels import rank, reaches
 for limit in (1.0, 2.0):
     reaches(torch.zeros(1000), limit)
 rank.tally(torch.zeros(1000).numpy(), 3)
@@ -39,6 +40,61 @@ rank.tally(torch.zeros(1000).numpy(), 3)
     said, compiled = run(program, tmp_path)
     assert said.count("rtopk compiles its loops") == 1
     assert sorted(path.name.split("-")[0].split(".")[1] for path in compiled) == ["reaches", "tally"]
+    assert run(program, tmp_path)[0] == ""
+
+
+@pytest.mark.slow
+def test_one_process_compiles_while_the_others_wait(tmp_path):
+    program = """
+import sys, numba.core.event as event
+from rtopk.kernels import jit
+import numpy as np
+with event.install_recorder("numba:compile") as seen:
+    from rtopk.kernels.draws import ones_before
+    ones_before(np.zeros(4, np.uint64), 100)
+print(sum(e.is_start for _, e in seen.buffer))
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    assert sorted(process.communicate()[0] for process in processes) == ["0\n", "0\n", "1\n"]
+
+
+def test_python_calls_only_loops_that_it_can_call():
+    """A call of an inner loop from Python would crash, so the source is read instead."""
+    source = Path(rtopk.__file__).parent.parent
+    trees = {
+        ".".join(path.relative_to(source).with_suffix("").parts): ast.parse(path.read_text())
+        for path in source.rglob("rtopk/**/*.py")
+    }
+
+    def decorators(node):
+        return {d.id for d in getattr(node, "decorator_list", ()) if isinstance(d, ast.Name)}
+
+    inner = {
+        name: {node.name for node in tree.body if decorators(node) & {"loop", "fused"}}
+        for name, tree in trees.items()
+    }
+    assert {"pack", "_append"} <= inner["rtopk.wire.golomb"]
+    for name, tree in trees.items():
+        imported = {
+            alias.name
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if alias.name in inner.get(node.module, ())
+        }
+        for node in tree.body:
+            if not decorators(node) & {"loop", "fused", "entry", "inlined"}:
+                called = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                assert not called & (imported | inner[name]), name
 
 
 def test_a_read_only_install_without_a_cache_works(tmp_path):

@@ -1,5 +1,6 @@
 """Local SGD with an outer optimizer: on two ranks of gloo, and its optimizers against torch's."""
 
+import copy
 import os
 import socket
 
@@ -109,6 +110,13 @@ def test_state_goes_on(outer):
 OUTER = ("sgd", "nesterov", "sparseloco")
 
 
+EXCHANGES = {  # name -> options; the first two are to be equal
+    "gathered": {},
+    "whole union": {"exchange": "all-reduce", "owner_density": "all"},
+    "reduced": {"exchange": "all-reduce"},
+}
+
+
 def _rank(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -120,6 +128,16 @@ def _rank(rank, port, folder):
             loss = train(model, local, STEPS, rank)
             found = {"weights": local.common, "loss": loss, "sent": local.sent}
             torch.save(found, f"{folder}/{outer}-{rank}.pt")
+        for name, options in EXCHANGES.items():
+            model = make()
+            local = LocalSGD(model, 5, density=0.3, **options)
+            train(model, local, 20, rank)
+            state = local.state_dict()
+            again = LocalSGD(copy.deepcopy(model), 5, density=0.3, **options)
+            again.load_state_dict(state)
+            for one in (local, again):
+                train(one.model, one, 20, rank)
+            torch.save([local.common, again.common], f"{folder}/{name}-{rank}.pt")
         with torch.no_grad():
             model.weight += rank
         with pytest.raises(ValueError, match="other weights than rank 0"):
@@ -169,3 +187,12 @@ def test_two_ranks_stay_alike_and_do_what_the_papers_say(tmp_path):
         assert torch.allclose(one["weights"], by_hand(outer), atol=1e-4), outer
         assert one["loss"] < 0.5
         assert one["sent"] > 0
+    found = {
+        name: [torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for rank in (0, 1)]
+        for name in EXCHANGES
+    }
+    for (one, again), (two, _) in found.values():
+        assert torch.equal(one, two)
+        assert torch.equal(one, again)
+    assert torch.equal(found["gathered"][0][0], found["whole union"][0][0])
+    assert not torch.equal(found["gathered"][0][0], found["reduced"][0][0])

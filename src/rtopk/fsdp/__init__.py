@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rtopk.compat import FSDP, require_torch
 from rtopk.fsdp.refusals import refuse, shard_mesh, sharded_model
 from rtopk.fsdp.shards import State
 from rtopk.replicas.control import GradientNotFinite, RanksDisagree
@@ -27,6 +28,7 @@ def register(model: nn.Module, mesh: DeviceMesh, options: Options) -> State:
     Call it on every rank, with the same options, after `fully_shard`. `mesh` is the one-dimensional mesh of the
     ranks that hold the same shard: `mesh["replicate"]` of a mesh with the dimensions "replicate" and "shard".
     """
+    require_torch(FSDP, "rtopk.fsdp")
 
     def make() -> State:
         sharded = sharded_model(model)

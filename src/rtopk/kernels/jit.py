@@ -1,19 +1,27 @@
 """How loops are compiled: by numba, at their first call, without the GIL, cached on disk.
 
-Nothing is compiled at import. The first call of a loop prints a note if it compiles for more than a second. numba
-checks for changes only in the file of the loop that Python calls: if you change a loop or an instruction that loops
-in other files use, delete `__pycache__`.
+Nothing is compiled at import. If something is compiled, a note says so and how long it takes. Of the processes
+that start together on a host, one compiles a loop while the others wait for it. numba checks for changes only in
+the file of the loop that Python calls: if you change a loop or an instruction that loops in other files use, delete
+`__pycache__`.
 """
 
 import functools
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+from numba.core import event
 from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,12 +34,20 @@ uint16: Any = numba.uint16
 uint32: Any = numba.uint32
 uint64: Any = numba.uint64
 
-PATIENCE = 1.0  # seconds of compiling before a note is printed
-
 
 def loop(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    """Compile a loop that other loops call; division follows the machine, not Python."""
-    options = {"nogil": True, "error_model": "numpy", **options}
+    """Compile a loop that only other loops call; division follows the machine, not Python.
+
+    It gets no code that lets Python or C call it, which takes a third of the time to compile: a call from Python
+    would crash.
+    """
+    options = {
+        "nogil": True,
+        "error_model": "numpy",
+        "no_cpython_wrapper": True,
+        "no_cfunc_wrapper": True,
+        **options,
+    }
     try:
         return cast(Callable[P, R], numba.njit(cache=True, **options)(function))
     except RuntimeError:  # the package, NUMBA_CACHE_DIR and the home folder are all read-only
@@ -40,25 +56,33 @@ def loop(function: Callable[P, R], **options: Any) -> Callable[P, R]:
 
 
 def entry(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a loop that Python calls; print a note if that takes long."""
-    compiled, ready = loop(function), False
+    """Compile a loop that Python calls."""
+    compiled: Any = loop(function, no_cpython_wrapper=False)
+    ready = False
 
     @functools.wraps(compiled)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal ready
         if ready:
-            return compiled(*args, **kwargs)
-        note = threading.Timer(PATIENCE, _announce)
-        note.daemon = True
-        note.start()
-        try:
-            result = compiled(*args, **kwargs)
-        finally:
-            note.cancel()
+            return cast(R, compiled(*args, **kwargs))
+        with _alone(compiled.stats.cache_path, function.__qualname__):
+            result: R = compiled(*args, **kwargs)
         ready = True
         return result
 
     return call
+
+
+@contextmanager
+def _alone(folder: str | None, name: str) -> Iterator[None]:
+    """Let one process at a time compile a loop that is not on disk; the next one finds it there."""
+    with ExitStack() as stack:
+        if fcntl is not None and folder is not None and not any(Path(folder).glob(f"*.{name}-*.nbi")):
+            with suppress(OSError):  # a file system without locks: all compile
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(Path(folder, f"{name}.lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
@@ -76,11 +100,24 @@ def intrinsic(function: Callable[..., Any]) -> Any:
     return numba_intrinsic(function)
 
 
-@functools.cache  # say it once
-def _announce() -> None:
-    logging.getLogger("rtopk").warning(
-        "rtopk compiles its loops, which takes some seconds; numba keeps them on disk for the next time"
-    )
+class _Note(event.Listener):
+    """Say once that loops are compiled."""
+
+    said = False
+
+    def on_start(self, found: Any) -> None:
+        """Hear of a compilation, anybody's."""
+        if not self.said and found.data["dispatcher"].py_func.__module__.startswith("rtopk."):
+            _Note.said = True
+            logging.getLogger("rtopk").warning(
+                "rtopk compiles its loops for this processor, which takes 5 to 15 s; numba keeps them on disk"
+            )
+
+    def on_end(self, found: Any) -> None:
+        """Hear that it is done."""
+
+
+event.register("numba:compile", _Note())  # type: ignore[no-untyped-call]
 
 
 @functools.cache

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rtopk.replicas.momentum import take_over
+
 if TYPE_CHECKING:
     from rtopk.replicas.state import State
 
@@ -112,7 +114,9 @@ def watch(state: "State") -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     for state in list(_states):
-        if state.corrects_momentum:
+        if state.takes_over and optimizer is state.options.optimizer:
+            take_over(optimizer, state.owns)  # a checkpoint may have brought its momentum back
+        elif state.corrects_momentum:
             refuse_momentum(optimizer, state)
     _use(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -148,5 +152,6 @@ def refuse_momentum(optimizer: Optimizer, state: "State") -> None:
             has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
             raise ValueError(
                 f"MomentumCorrection puts momentum into the gradients, and {type(optimizer).__name__} "
-                f"has {has}: it would act twice; use SGD with momentum=0, or memory='error-feedback'"
+                f"has {has}: it would act twice; let SGD's move into the memory, register(..., "
+                "optimizer=optimizer), use momentum=0, or memory='error-feedback'"
             )

@@ -66,7 +66,8 @@ class Options:
     selector: which entries to send: a rule, or its name ("top-k", "rtop-k", ...). Default: k drawn from the 2 k
         largest, RTopK(r_over_k=2); on one rank, the k largest. The paper's is RTopK(nodes=world size); with
         Dealt(world size) no two ranks send the same entry.
-    memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory.
+    memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory. Momentum
+        correction takes over the momentum of an `optimizer` that is given.
     values: how values are sent: unchanged as "fp32", or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     rounding: "nearest" or "stochastic"; the rounding error stays in the residual.
     mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry. Default:
@@ -88,7 +89,7 @@ class Options:
     on_nonfinite: if a rank's gradient has NaN or Inf, "skip" the step on all ranks or "raise" on all.
     max_skips: raise after this many skipped rounds in a row.
     scaler: the GradScaler of the loop, if it has one.
-    optimizer: if given, it is checked now rather than in its first step.
+    optimizer: if given, it is checked now rather than in its first step; see `memory`.
     attach: register the hook with the model; False leaves that to a framework.
     """
 

@@ -6,7 +6,7 @@ process starts with the initial ones again.
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rtopk.layout import Layout
-from rtopk.replicas import checkpoint
+from rtopk.replicas import checkpoint, momentum
 from rtopk.replicas.gradients import Written, refuse_momentum, watch
 from rtopk.replicas.group import Group
 from rtopk.replicas.options import Options, compare
@@ -59,7 +59,8 @@ class State:
     shard = ""  # which part of the model this rank holds, if not all of it
 
     def __init__(self, parameters: Mapping[str, Tensor], options: Options, transport: AllGather) -> None:
-        self.options = options
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.options = options = self._with_momentum(options)
         self.transport = transport
         self.transports = [transport]  # together they connect all ranks of the job
         self.rank, self.world_size = transport.rank, transport.nodes
@@ -70,7 +71,6 @@ class State:
         self.refusal = ""  # which rank and parameter, and why
         self._scale = 1.0
         self.parameters = dict(parameters)
-        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.layout = Layout.of(self.tensors.items(), options.dense)
         self.groups = self._make_groups()
         self.group_of = {name: group for group in self.groups for name in group.layout.names}
@@ -81,10 +81,25 @@ class State:
         weakref.finalize(self, self.written.stop)
         self.round: Round | None = None  # in progress
         self._asked: tuple[int, float] | None = None  # a step and its density, from the schedule
+        self._flushed = -1  # the step that sends everything
         self.settled = options.settled_from == 0  # all ranks know that the density no longer changes
         self.skips_in_a_row = 0
         self.measured: dict[str, Any] = {}  # of the last round
         self._writer: tuple[Writer, int] | None = None
+
+    def _with_momentum(self, options: Options) -> Options:
+        """Return options whose memory has the momentum of the optimizer, if it is to take that over."""
+        found = None
+        if options.optimizer is not None and options.memory == "momentum-correction":
+            found = momentum.memory_for(options.optimizer, self.owns)
+        self.takes_over = found is not None
+        return options if found is None else replace(options, memory=found)
+
+    def return_momentum(self) -> None:
+        """Give the optimizer back the momentum that moved into the memory, to go on without rtopk."""
+        if self.options.optimizer is not None:
+            momentum.hand_back(self.options.optimizer)
+        self.takes_over = False
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -120,10 +135,10 @@ class State:
         return Group(layout, sparsifier, exchange, dtype, device)
 
     def density(self, step: int) -> float:
-        """Return the density of a step: 1 in the dense phase, then as scheduled."""
+        """Return the density of a step: 1 in the dense phase and in a flush, else as scheduled."""
         if self._asked is not None and self._asked[0] == step:
             return self._asked[1]
-        if step < self.options.dense_steps:
+        if step < self.options.dense_steps or step == self._flushed:
             return 1.0
         if self.options.counts == "epochs":
             return self.options.schedule(self.epoch)
@@ -134,6 +149,14 @@ class State:
         self._asked = None
         self._asked = self.step, check_density(self.density(self.step))
         return self._asked[1]
+
+    def flush(self) -> None:
+        """Let the next round send everything, residual included; call it on all ranks, before backward.
+
+        Use it before the last step: what is in the residual then would never reach the model.
+        """
+        self._flushed, self._asked = self.step, None
+        self.settled = False  # the ranks compare their densities before they send
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for the schedule, on all ranks; needed only with counts='epochs'."""
@@ -276,7 +299,7 @@ def make_alike(everyone: AllGather, make: Callable[[], S]) -> S:
     description: dict[str, str] = {}
     try:
         state = make()
-        if state.options.optimizer is not None and state.corrects_momentum:
+        if state.options.optimizer is not None and state.corrects_momentum and not state.takes_over:
             refuse_momentum(state.options.optimizer, state)
         description = state.options.describe()
         own = {"parameters": f"layout {state.layout.fingerprint:016x} {state.shard}"}
@@ -293,5 +316,7 @@ def make_alike(everyone: AllGather, make: Callable[[], S]) -> S:
                 refusal = error
     if refusal is not None:
         raise refusal
+    if state.takes_over and state.options.optimizer is not None:
+        momentum.take_over(state.options.optimizer, state.owns)
     watch(state)
     return state

@@ -4,11 +4,14 @@ Every record and checkpoint holds one."""
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
@@ -36,8 +39,34 @@ def methods() -> tuple[str, ...]:
     return ("dense", *RULES, "powersgd")
 
 
+def add_rule(place: str) -> str:
+    """Import a rule from FILE:CLASS, here and in the processes that this one starts; return its method's name."""
+    file, _, name = place.rpartition(":")
+    path = Path(file).resolve()
+    if not file or not path.is_file():
+        raise ValueError(f"a rule must be FILE.py:CLASS, and there is no file {file or place!r}")
+    spec = importlib.util.spec_from_file_location(f"rtopk_rule_{path.stem}", path)
+    assert spec is not None  # a file that exists has one
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rule = getattr(module, name, None)
+    if not (isinstance(rule, type) and issubclass(rule, Rule) and rule.method):
+        raise ValueError(f'{place} must be a rule with a name: class {name}(rtopk.Rule, method="...")')
+    known = os.environ.get(ADDED_RULES, "").split("\n")
+    os.environ[ADDED_RULES] = "\n".join(filter(None, dict.fromkeys([*known, f"{path}:{name}"])))
+    return rule.method
+
+
+ADDED_RULES = "RTOPK_RULES"  # the variable that tells workers, a rule a line
+for _place in filter(None, os.environ.get(ADDED_RULES, "").split("\n")):
+    add_rule(_place)
+
+
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
-ADDED = {"threshold": 0.0, "matrix_rank": 0, "exchange": "all-gather", "owner_density": 0.0}
+ADDED = {
+    "threshold": 0.0, "matrix_rank": 0, "exchange": "all-gather", "owner_density": 0.0, "flush": False,
+}  # fmt: skip
 
 
 def option(default: Any, text: str) -> Any:
@@ -72,6 +101,7 @@ class Config:
     owner_density: float = option(0.0, "all-reduce: part that owners pass on; 0 is density, 1 is all.")
     warm_up: int = option(0, "Rounds in which the density falls.")
     warm_up_start: float = option(0.25, "Density at the first round.")
+    flush: bool = option(False, "Send everything, residual included, in the last round.")
 
     learning_rate: float = option(0.02, "At the start.")
     rate_schedule: RateSchedule = option("cosine", "constant, cosine, piecewise or zaremba.")
@@ -155,9 +185,13 @@ class Config:
         """Build the density as a function of the round."""
         if self.method == "dense":
             return constant(1.0)
-        if not self.warm_up or self.warm_up_start <= self.density:
-            return constant(self.density)
-        return warm_up(self.density, self.warm_up, self.warm_up_start)
+        falls = self.warm_up and self.warm_up_start > self.density
+        usual: Schedule = (
+            warm_up(self.density, self.warm_up, self.warm_up_start) if falls else constant(self.density)
+        )
+        if not self.flush:
+            return usual
+        return lambda round_: 1.0 if round_ == self.rounds - 1 else usual(round_)
 
     def make_owner_density(self) -> OwnerDensity | None:
         """Return the part of the entries that owners pass on, with exchange all-reduce."""

@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from rtopk.kernels.jit import Array, Num, intrinsic, loop, uint64
+from rtopk.kernels.jit import Array, Num, entry, intrinsic, loop, uint64
 
 _WORD = ir.IntType(64)
 _HALF = ir.IntType(32)
@@ -70,6 +70,17 @@ def store_word(typing: Any, at: Any, word: Any) -> Any:
 
 
 @intrinsic
+def rotate(typing: Any, word: Any, by: Any) -> Any:
+    """Rotate a word to the left, by 1 to 63 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        back = builder.sub(ir.Constant(_WORD, 64), args[1])
+        return builder.or_(builder.shl(args[0], args[1]), builder.lshr(args[0], back))
+
+    return types.uint64(types.uint64, types.int64), codegen
+
+
+@intrinsic
 def trailing_zeros(typing: Any, word: Any) -> Any:
     """Count the zero bits below the lowest one; 64 if there is none."""
 
@@ -109,7 +120,7 @@ def last_word(at: Num, end: Num) -> Num:
     return word
 
 
-@loop
+@entry
 def all_zero(data: Array, begin: Num, end: Num) -> Num:
     """Return whether bytes begin to end are zero."""
     total = 0

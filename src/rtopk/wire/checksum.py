@@ -1,7 +1,7 @@
 """XXH64 of a part of a byte array (https://github.com/Cyan4973/xxHash, the 64-bit algorithm)."""
 
-from rtopk.kernels.jit import Array, Num, entry, loop, uint64
-from rtopk.wire.bits import address, load_byte, load_word
+from rtopk.kernels.jit import Array, Num, entry, int64, loop, uint64
+from rtopk.wire.bits import address, load_byte, load_word, rotate
 
 P1 = 0x9E3779B185EBCA87
 P2 = 0xC2B2AE3D27D4EB4F
@@ -11,13 +11,8 @@ P5 = 0x27D4EB2F165667C5
 
 
 @loop
-def _rotate(x: Num, n: Num) -> Num:
-    return (x << uint64(n)) | (x >> uint64(64 - n))
-
-
-@loop
 def _round(state: Num, word: Num) -> Num:
-    return _rotate(state + word * uint64(P2), 31) * uint64(P1)
+    return rotate(state + word * uint64(P2), 31) * uint64(P1)
 
 
 @loop
@@ -26,7 +21,7 @@ def _merge(h: Num, state: Num) -> Num:
 
 
 @loop
-def xxh64(data: Array, begin: Num, end: Num, seed: Num) -> Num:
+def _xxh64(data: Array, begin: Num, end: Num, seed: Num) -> Num:
     """Hash data[begin:end] to 64 bits."""
     length = end - begin
     i = address(data) + begin
@@ -41,22 +36,22 @@ def xxh64(data: Array, begin: Num, end: Num, seed: Num) -> Num:
             c = _round(c, load_word(i + 16))
             d = _round(d, load_word(i + 24))
             i += 32
-        h = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
+        h = rotate(a, 1) + rotate(b, 7) + rotate(c, 12) + rotate(d, 18)
         h = _merge(_merge(_merge(_merge(h, a), b), c), d)
     else:
         h = seed + uint64(P5)
     h += uint64(length)
     while i + 8 <= end:
-        h = _rotate(h ^ _round(uint64(0), load_word(i)), 27) * uint64(P1) + uint64(P4)
+        h = rotate(h ^ _round(uint64(0), load_word(i)), 27) * uint64(P1) + uint64(P4)
         i += 8
     if i + 4 <= end:
         word = uint64(0)
         for j in range(4):
             word |= load_byte(i + j) << uint64(8 * j)
-        h = _rotate(h ^ (word * uint64(P1)), 23) * uint64(P2) + uint64(P3)
+        h = rotate(h ^ (word * uint64(P1)), 23) * uint64(P2) + uint64(P3)
         i += 4
     while i < end:
-        h = _rotate(h ^ (load_byte(i) * uint64(P5)), 11) * uint64(P1)
+        h = rotate(h ^ (load_byte(i) * uint64(P5)), 11) * uint64(P1)
         i += 1
     h = (h ^ (h >> uint64(33))) * uint64(P2)
     h = (h ^ (h >> uint64(29))) * uint64(P3)
@@ -64,6 +59,12 @@ def xxh64(data: Array, begin: Num, end: Num, seed: Num) -> Num:
 
 
 @entry
+def xxh64(data: Array, begin: Num, end: Num, seed: Num) -> Num:
+    """Hash data[begin:end] to 64 bits, for Python."""
+    return _xxh64(data, int64(begin), int64(end), uint64(seed))
+
+
+@entry
 def payload_checksum(data: Array, header: Num, end: Num) -> Num:
     """Hash a payload: all of the header before its own last 8 bytes seeds the hash of the body."""
-    return xxh64(data, header, end, xxh64(data, 0, header - 8, uint64(0)))
+    return _xxh64(data, header, end, _xxh64(data, int64(0), header - 8, uint64(0)))

@@ -93,7 +93,7 @@ def write_gaps(positions: Positions, prefix: int, beside: Beside = ()) -> tuple[
     end = int(ends[0])
     if min(ends) < 0:
         return out, -1
-    share = int(stream_share(n, shift))
+    share = stream_share.py_func(n, shift)  # type: ignore[attr-defined]
     for i in range(1, streams):
         directory = int(positions[i * share - 1]) + 1, end - prefix
         struct.pack_into("<QQ", out.data, prefix + 2 + 16 * (i - 1), *directory)
@@ -107,7 +107,7 @@ def write_gaps(positions: Positions, prefix: int, beside: Beside = ()) -> tuple[
 def read_stream(data: Array, begin: Num, end: Num, limit: Num, out: Array) -> Num:
     """Fill out from the one stream in data[begin:end]; return the bit after it, or -1."""
     shift, code = int64(data[begin] & 15), int64(data[begin + 1])
-    return unpack(data, 8 * (begin + 2), end, shift, code, 0, limit, out)[0]
+    return unpack(data, 8 * (begin + 2), end, shift, code, int64(0), limit, out)[0]
 
 
 @entry

@@ -47,7 +47,8 @@ def remainders() -> tuple[Array, Array]:
     """
     tables = []
     for m in PARAMETERS[:TABLED].tolist():
-        short, escape = remainder(m)
+        short = max(0, (m - 1).bit_length() - 1)
+        escape = (2 << short) - m
         bits = np.arange(2 << short)
         r = bits & ((1 << short) - 1)
         longer = r >= escape
@@ -170,10 +171,10 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
         count = end - begin
         best = best_code(max(int64(0), positions[end - 1] - previous - count), count)
         if keeps(code, best, count):
-            at, word, used = _append(at, word, used, uint64(0), 1)
+            at, word, used = _append(at, word, used, uint64(0), int64(1))
         else:
             code = best
-            at, word, used = _append(at, word, used, uint64(1 | (code << 1)), 9)
+            at, word, used = _append(at, word, used, uint64(1 | (code << 1)), int64(9))
         m = PARAMETERS[code]
         short, escape = remainder(m)
         joined = _gaps(positions[begin:end], previous, gaps)
@@ -199,7 +200,7 @@ def pack(positions: Array, start: Num, shift: Num, code: Num, out: Array, at: Nu
             tail = r + min(r, escape)
             tail = tail | 1 | ((tail & 1) << int64(short + 1))
             while q > 16 and q + short + 2 > 56:
-                at, word, used = _append(at, word, used, uint64(0), 16)
+                at, word, used = _append(at, word, used, uint64(0), int64(16))
                 q -= 16
             length = q + 1 + short + int64(r >= escape)
             at, word, used = _append(at, word, used, uint64(tail) << uint64(q), length)

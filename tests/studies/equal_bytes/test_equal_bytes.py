@@ -3,17 +3,24 @@
 import dataclasses
 import json
 import math
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from rtopk.select import METHODS
 from rtopk.studies.equal_bytes import PANELS, Budget, Entrant
 from rtopk.studies.equal_bytes.fit import CLOSE, Runs, entrant_runs, run_together
 from rtopk.studies.equal_bytes.rivals_page import marks
 from rtopk.studies.paper import TUNING_SEED
 from rtopk.tools.cli import app
+from rtopk.tools.report.inputs import read
+from rtopk.tools.report.series import collect
 from rtopk.tools.show.intervals import welch
+from test_readme import ROOT, blocks
 
 PANEL = PANELS["digits"][1]
 SIZE = 26_122
@@ -121,6 +128,37 @@ def test_smoke_runs_goes_on_and_shows_what_is_recorded(tmp_path):
     }
     table = CliRunner().invoke(app, [*[c for c in command if c != "--json"], *folders, "--recorded"])
     assert "digits, distributed, i.i.d." in table.stdout
+
+
+def test_a_rule_from_a_file_of_ones_own_takes_part(tmp_path, monkeypatch):
+    """As docs/rivals.md shows it; workers, which are new processes, find it too, and the report names it."""
+    (code,) = [block for block in blocks(ROOT / "docs/rivals.md", "python") if "class FirstK" in block]
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.setenv("RTOPK_RULES", "")
+    monkeypatch.chdir(tmp_path)
+    command = shlex.split("rivals --add mine.py:FirstK --only top-k --smoke --seeds 1 --jobs 1 --json")
+    result = CliRunner().invoke(app, [*command, "--results", ".", "--work", "work"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["method"].partition(",")[0] for row in rows} == {"dense", "top-k", "first-k"}
+    labels = {
+        one.label
+        for series in collect(read([Path("rivals-digits-smoke.jsonl")]).runs).values()
+        for one in series
+    }
+    assert any(label.startswith("first-k") for label in labels)
+    make = "from rtopk.studies.config import Config; print(Config(method='first-k').make_selector().label)"
+    told = subprocess.run([sys.executable, "-c", make], capture_output=True, text=True, check=True)
+    assert told.stdout == "FirstK\n"
+    monkeypatch.delitem(METHODS, "first-k")
+    for wrong, said in (
+        ("none.py:FirstK", "there is no file"),
+        ("mine.py:Other", "must be a rule with a name"),
+    ):
+        refused = CliRunner().invoke(app, ["rivals", "--smoke", "--add", wrong])
+        assert refused.exit_code == 2
+        assert said in refused.output
+    assert "--only must be one of" in CliRunner().invoke(app, ["rivals", "--smoke", "--only", "best"]).output
 
 
 def test_a_page_takes_the_tables_between_its_marks(tmp_path):

@@ -212,5 +212,5 @@ def test_the_command_ends_with_the_line_to_paste(rtopk):
 
 def test_the_command_says_what_is_missing(rtopk):
     ended = rtopk("advise")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "--mbit, or --probe" in ended.stderr

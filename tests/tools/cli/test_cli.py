@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rtopk.tools.cli import app, main
+from rtopk.tools.cli import Deferred, app, main
+from tools.report.records import a_table
 
 RTOPK = [sys.executable, "-m", "rtopk"]
 QUICK = ["--rounds", "20", "--nodes", "2", "--evaluate-every", "10"]
@@ -29,6 +32,7 @@ def every_command():
     """The path of every command and group there is."""
 
     def below(command, path):
+        command = command.command() if isinstance(command, Deferred) else command
         yield path
         for name, one in getattr(command, "commands", {}).items():
             yield from below(one, [*path, name])
@@ -48,10 +52,24 @@ def test_help_fits_in_80_columns(command):
     )
 
 
-def test_help_in_a_real_process():
-    result = rtopk("--help", env={**os.environ, "COLUMNS": "80"})
-    assert result.returncode == 0
-    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+def test_help_in_a_real_process_needs_no_torch():
+    show = "import sys; from rtopk.tools.cli import app; app(standalone_mode=False); print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", show, "--help"],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *text, modules = result.stdout.splitlines()
+    assert max(map(len, text)) <= 80
+    assert "typer" in modules.split()
+    assert not {"torch", "numba", "numpy", "rich"} & set(modules.split())
+
+
+def test_a_line_of_the_help_is_the_first_line_of_the_command():
+    for name, command in typer.main.get_command(app).commands.items():
+        assert command.short_help == command.command().help.partition("\n")[0], name
 
 
 def test_train_writes_a_record_and_repeats(tmp_path):
@@ -95,6 +113,14 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(tmp_path):
         (["nonsense"], 2, "No such command"),
         (["train", "--task", "nothing", "--out", "{tmp}/x"], 1, "task must be one of"),
         (["train", "--rounds", "1", "--out", "{file}/x"], 1, "Not a directory"),
+        (["lab", "risk", "--family", "odd"], 2, "family must be one of"),
+        (["advise", "--mbit", "-5"], 2, "mbit must be positive, got -5"),
+        (["advise", "--model", "many", "--mbit", "5"], 2, "model must be a number"),
+        (["advise"], 2, "how fast is the link?"),
+        (["advise", "--probe", "nowhere.invalid:9"], 1, "cannot reach nowhere.invalid:9"),
+        (["tables", "--results", "{tmp}/none"], 2, "there is no folder"),
+        (["bench", "link", "--loopback", "--model", "vgg"], 2, "--model must be one of resnet18"),
+        (["report", "{tmp}", "-o", "{tmp}"], 2, "--out must name a file"),
     ],
 )
 def test_errors_are_one_line_with_the_right_code(arguments, code, message, tmp_path, monkeypatch, capsys):
@@ -180,6 +206,7 @@ def test_demo_small(tmp_path):
     first = rtopk(*options)
     assert first.returncode == 0, first.stderr
     assert "distributed setting" in first.stdout
+    assert re.search(r"\d+ of 10 runs, \d+ % of the rounds, \d+ s passed, about \d+ s left", first.stderr)
     assert "rtop-k 99.9 %" in first.stdout
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert len(lines) == 10
@@ -198,6 +225,12 @@ def test_demo_small(tmp_path):
     by = {(row["setting"], row["method"], row["density"]): row for row in rows}
     assert by["distributed", "dense", 1.0]["sent_bytes_per_round"] >= 4 * 26_122
     assert by["distributed", "rtop-k", 0.01]["times_less"] > 30
+    for setting in ("distributed", "federated"):
+        slow, fast = (
+            by[(setting, *key)]["seconds_at_100_mbit"] for key in (("dense", 1.0), ("rtop-k", 0.01))
+        )
+        assert 8 * 1.6 * 4 * 26_122 / 100e6 < slow < 0.1  # five nodes all-reduce 1.6 times the gradient
+        assert fast < slow / 2
 
 
 def test_a_command_that_is_interrupted_ends_with_130(monkeypatch):
@@ -211,3 +244,15 @@ def test_a_command_that_is_interrupted_ends_with_130(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130
+
+
+def test_a_port_in_use_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "results.jsonl").write_text(json.dumps(a_table(seeds=1)[0]) + "\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for command in (["watch", str(tmp_path), "--port"], ["advise", "--listen"]):
+            monkeypatch.setattr(sys, "argv", ["rtopk", *command, str(port)])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code == 1
+            assert f"{port}: Address already in use" in capsys.readouterr().err

@@ -4,18 +4,21 @@ import html.parser
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from records import a_table, made_up
 from scipy import stats
 
-from rtopk.tools.report import plots, summary
-from rtopk.tools.report.inputs import Inputs, Study
+from rtopk.tools.report import summary
+from rtopk.tools.report.inputs import Inputs, Study, read
 from rtopk.tools.report.measurements import show
 from rtopk.tools.report.page import Page
 from rtopk.tools.report.plots import per_round, spent
 from rtopk.tools.report.series import collect, difference, estimate
 from rtopk.tools.show import palette
+
+RESULTS = Path(__file__).parents[3] / "results"
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +125,30 @@ def test_a_link_benchmark_has_a_chart_for_each_link():
     assert "<caption>resnet18, 4 nodes, no limit</caption>" in html
 
 
-def test_methods_that_sent_as_much_stay_near_their_place():
-    runs = [made_up("top-k", 0.01, nodes=n) for n in range(1, 10)]
-    shown = plots.panel("x", collect(runs)["digits, distributed"])["series"]
-    places = [one["at"] / one["sent"] for one in shown]
-    assert len(set(places)) == 9
-    assert max(places) / min(places) < 1.51
+def test_labels_are_unique_places_are_true_and_the_rule_is_stated():
+    """On the records of `rtopk rivals`, where one method stands with several means, r and bits."""
+    inputs = read([RESULTS / "rivals-digits.jsonl"])
+    panels = collect(inputs.runs)
+    for series in panels.values():
+        labels = [one.label for one in series]
+        assert len(set(labels)) == len(labels)
+        assert {"powersgd rank 1", "powersgd rank 2"} <= set(labels)
+    labels = {one.label for one in panels["digits, distributed"]}
+    assert "rtop-k 99.01 %, r = 2 k, values fp32, mean nodes" in labels
+    assert "rtop-k 96.23 %, r = n k, values 4bit, mean nodes" in labels
+    page = Page(inputs).html()
+    assert summary.RULE.partition("%")[0] in page
+    for panel in Page(inputs).data:
+        for one, made in zip(panel["series"], panels[panel["title"]], strict=True):
+            assert one["sent"] == pytest.approx(
+                made.over_runs(lambda run: run["final"]["sent_bytes"]), rel=1e-5
+            )
+    assert "at" not in panel["series"][0]
+    assert 'data-plot="density"' not in page  # constant, as are the bytes
+    changing = [made_up(), made_up("top-k")]
+    for point in changing[1]["curve"]:
+        point["density"] = 1 / point["round"]
+    assert 'data-plot="density"' in Page(Inputs(changing)).html()
 
 
 class Outline(html.parser.HTMLParser):
@@ -167,7 +188,9 @@ def test_the_page_is_whole_and_loads_nothing(text):
         if "id" in attributes and tag in ("figure", "section")
     ]
     assert len(ids) == len(set(ids))
-    assert sum(tag == "svg" for tag, _ in outline.seen) == 10  # without scripts: five pictures a panel
+    assert (
+        sum(tag == "svg" for tag, _ in outline.seen) == 6
+    )  # without scripts: score, curve and residual of each panel
 
 
 def test_pictures_take_their_colours_from_the_page(text):

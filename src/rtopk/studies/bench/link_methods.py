@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rtopk.ddp
 import rtopk.replicas.state
 from rtopk.codec import Codec
+from rtopk.compat import all_gather_single
 from rtopk.exchange import ExchangeName
 from rtopk.layout import Layout
 from rtopk.select import RTopK as Select
@@ -133,8 +134,8 @@ class TopKAllGather:
         n = dist.get_world_size()
         all_values = values.new_empty(n * values.numel())
         all_indices = indices.new_empty(n * indices.numel())
-        first = dist.all_gather_single(all_values, values, async_op=True)
-        second = dist.all_gather_single(all_indices, indices, async_op=True)
+        first = all_gather_single(all_values, values)
+        second = all_gather_single(all_indices, indices)
 
         def mean(done: Any) -> Tensor:
             first.wait()

@@ -6,6 +6,7 @@ bytes per node and round, given by a yardstick: what top-k sends at a density, o
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -167,6 +168,21 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
 }  # fmt: skip
+
+
+def with_entrants(panel: Panel, only: Sequence[str], added: Sequence[str]) -> Panel:
+    """Return a panel with the entrants of some methods only (all, if none is named), and rules from elsewhere."""
+    known = {entrant.method for entrant in panel.entrants}
+    if unknown := set(only) - known:
+        raise ValueError(
+            f"--only must be one of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}"
+        )
+    own = tuple(Entrant(method, _mean(panel.config.memory)) for method in added)
+    budgets = tuple(
+        (budget, (*(one for one in entrants if not only or one.method in only), *own))
+        for budget, entrants in panel.budgets
+    )
+    return dataclasses.replace(panel, budgets=tuple(pair for pair in budgets if pair[1]))
 
 
 def smoke_panel(panel: Panel) -> Panel:

@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor
 
 from rtopk.flower import RTopKMod, RTopKStrategy
+from rtopk.flower.ledger import data_bytes
 from rtopk.local.outer import by_name
 from rtopk.select import Selector
 from rtopk.state_file import write_atomically
@@ -149,7 +150,17 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
         with torch.no_grad():
             scores = run.task.evaluate(run.model)
         run.model.train()
-        curve.append({"round": server_round, **scores})
+        sent, received = sent_and_received(strategy, run, server_round)
+        seconds = round(time.monotonic() - started, 3)
+        curve.append(
+            {
+                "round": server_round,
+                "sent_bytes": sent,
+                "received_bytes": received,
+                "seconds": seconds,
+                **scores,
+            }
+        )
         return MetricRecord(dict(scores))
 
     result = strategy.start(
@@ -161,6 +172,7 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
     load_arrays(run, result.arrays)
     record = {
         "kind": "federated",
+        "key": f"flower-{config.key}",
         "config": config.to_dict(),
         "compressed": federation.compressed,
         "weights": digest(run.vector()),
@@ -168,6 +180,8 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
         "metric": run.task.metric,
         "curve": curve,
         "final": curve[-1],
+        "sent_bytes_per_round": curve[-1]["sent_bytes"] / config.rounds,
+        "received_bytes_per_round": curve[-1]["received_bytes"] / config.rounds,
         "seconds": round(time.monotonic() - started, 3),
     }
     if isinstance(strategy, RTopKStrategy):
@@ -176,6 +190,16 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
     if federation.result:
         write_atomically(Path(federation.result), json.dumps(record, indent=1).encode())
     return record
+
+
+def sent_and_received(strategy: Strategy, run: Run, rounds: int) -> tuple[float, float]:
+    """Return the bytes of payloads that a client has sent and received so far, on average."""
+    if isinstance(strategy, RTopKStrategy):
+        entries = strategy.ledger.rounds.values()
+        sent, received = sum(e.up_payload for e in entries), sum(e.down_payload for e in entries)
+        return sent / run.config.nodes, received / run.config.nodes
+    model = data_bytes(RecordDict({"arrays": arrays_of(run)}))  # FedAvg sends it both ways
+    return float(rounds * model), float(rounds * model)
 
 
 def wait_until_seen(federation: Federation, server_round: int, seconds: float = 30.0) -> None:

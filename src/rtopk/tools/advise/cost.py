@@ -163,6 +163,13 @@ def _predict_all_reduce(
 OURS = {"rtopk": _predict_ours, "rtopk-allreduce": _predict_all_reduce}
 
 
+def transfer_seconds(machine: Machine, link: Link, payload: float, dense: bool) -> float:
+    """Return how long a round's payloads, of a measured size, take: all-reduced if dense, else all-gathered."""
+    n = link.nodes
+    received = payload * (2 * (n - 1) / n if dense else n - 1)
+    return _wire(machine, link, received, (2 if dense else 1) * (n - 1))
+
+
 def _wire(machine: Machine, link: Link, received: float, messages: int) -> float:
     """Return the seconds of a collective: the slower of link and software, and a delay for each message."""
     software = 1e-9 * machine.byte_ns * received * link.sharing

@@ -137,7 +137,11 @@ class Probe:
 
 def listen(port: int, address: str = "") -> None:
     """Serve one prober."""
-    with socket.create_server((address, port)) as server:
+    try:
+        server = socket.create_server((address, port))
+    except OSError as error:
+        raise OSError(f"cannot listen on port {port}: {error.strerror}; choose another") from error
+    with server:
         connection, _ = server.accept()
     with connection:
         connection.settimeout(TIMEOUT)
@@ -157,7 +161,14 @@ def listen(port: int, address: str = "") -> None:
 
 def probe(host: str, port: int, seconds: float = 1.0) -> Probe:
     """Measure the link to a host that listens."""
-    with socket.create_connection((host, port), timeout=TIMEOUT) as connection:
+    try:
+        connection = socket.create_connection((host, port), timeout=TIMEOUT)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(
+            f"cannot reach {host}:{port}: {why}; run `rtopk advise --listen {port}` there"
+        ) from error
+    with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(GREETING)
         if _receive(connection, len(GREETING)) != GREETING:

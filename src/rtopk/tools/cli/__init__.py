@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. An error is one line; `--debug` shows where.
 """
 
+import importlib
 import os
 import sys
 from typing import Any, NoReturn
@@ -13,18 +14,62 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("rtopk: the command line needs typer and rich: pip install 'rtopk[cli]'")
 
-from rtopk.tools.cli import bench
-from rtopk.tools.cli.lab import app as lab
-from rtopk.tools.cli.report import advise, report, watch
-from rtopk.tools.cli.selftest import selftest
-from rtopk.tools.cli.studies import data, reproduce, rivals, tables
-from rtopk.tools.cli.train import demo, fed, train
+import rtopk
 
 typer.core.HAS_RICH = False  # typer 0.20, which Flower needs, escapes brackets for rich in plain help too
 
+# Where each command is, and its line in the help. Its file is imported when it is used: some need torch.
+COMMANDS = {
+    "advise": ("report:advise", "Predict the step time of each method and recommend one."),
+    "demo": ("train:demo", "Compare four methods on scikit-learn's digits with five nodes."),
+    "train": ("train:train", "Train once and write a record."),
+    "report": ("report:report", "Make one self-contained page of any records."),
+    "watch": ("report:watch", "Serve the report of runs while they go on, renewed by itself."),
+    "fed": ("train:fed", "Train federated on Flower, compressed both ways."),
+    "bench": ("bench:app", "Measure the parts against their floors and rivals."),
+    "selftest": ("selftest:selftest", "Check the library on a device against the CPU, to the bit."),
+    "rivals": ("studies:rivals", "Compare all methods at equal bytes sent."),
+    "reproduce": ("studies:reproduce", "Run one of the paper's tables and print both side by side."),
+    "tables": ("studies:tables", "Print the tables that have been run, paper beside ours."),
+    "lab": ("lab:app", "See each theorem of the paper happen."),
+    "data": ("studies:data", "The data sets of the experiments."),
+}
+
+
+class Deferred(typer.core.TyperCommand):
+    """A command whose file is imported when it is used."""
+
+    def __init__(self, name: str, place: str, summary: str) -> None:
+        super().__init__(name, short_help=summary)
+        self.place = place
+
+    def command(self) -> Any:
+        """Import the command."""
+        file, _, name = self.place.partition(":")
+        found = getattr(importlib.import_module(f"rtopk.tools.cli.{file}"), name)
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            alone.command(self.name)(found)
+            found = alone
+        return typer.main.get_command(found)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Go on in the real command."""
+        return self.command().make_context(*args, **options)
+
+
+class Commands(typer.core.TyperGroup):
+    """The group of all commands."""
+
+    def __init__(self, **options: Any) -> None:
+        commands = {name: Deferred(name, place, summary) for name, (place, summary) in COMMANDS.items()}
+        super().__init__(**{**options, "commands": commands})
+
+
 app = typer.Typer(
     name="rtopk",
-    help="Train over slow links: send 0.1 % to 1 % of each gradient and lose nothing.",
+    cls=Commands,
+    help="Train over slow links: send 0.1 % to 1 % of each gradient, keep the rest for later.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -34,9 +79,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from rtopk import __version__
-
-        print(f"rtopk {__version__}")
+        print(f"rtopk {rtopk.__version__}")
         raise typer.Exit
 
 
@@ -47,16 +90,6 @@ def _options(
 ) -> None:
     if debug:
         os.environ["RTOPK_DEBUG"] = "1"
-
-
-app.add_typer(bench.app, name="bench")
-app.add_typer(fed, name="fed")
-for command in (advise, demo, train, rivals, reproduce, tables):
-    app.command()(command)
-app.add_typer(data, name="data")
-app.add_typer(lab, name="lab")
-for command in (report, watch, selftest):
-    app.command()(command)
 
 
 def main() -> None:

@@ -91,12 +91,15 @@ def link(
     Makes hosts out of network namespaces and limits their links with tc, so it needs root and iproute2.
     Computation is replaced by waiting for as long as a real step takes on one core.
     """
+    from rtopk.studies.bench import MODELS
     from rtopk.studies.bench import link as bench
     from rtopk.studies.bench import link_report as report
     from rtopk.tools.show.terminal import console, errors
 
     if engine not in bench.ENGINES:
-        raise ValueError(f"--engine must be one of {', '.join(bench.ENGINES)}, got {engine}")
+        raise typer.BadParameter(f"--engine must be one of {', '.join(bench.ENGINES)}, got {engine}")
+    if unknown := set(model) - set(MODELS):
+        raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, got {', '.join(unknown)}")
     plan = bench.QUICK if quick else bench.LinkPlan()
     if engine == "fsdp":
         plan = replace(plan, engine=engine, methods=bench.SHARDED, nodes=(2,))
@@ -113,7 +116,7 @@ def link(
     )
     if not plan.methods:
         names = ", ".join(dict.fromkeys(key[0] for key in bench.ENGINES[engine]))
-        raise ValueError(f"--method must be one of {names}; got {', '.join(method)}")
+        raise typer.BadParameter(f"--method must be one of {names}; got {', '.join(method)}")
     kept = show if show is not None else out
     rows: list[bench.LinkRow] = []
     if kept is not None and (show is not None or kept.exists()):
@@ -185,6 +188,27 @@ def exchange(
             print("", f"{title}, kB:", "", *terminal.markdown(bench.HEADS, cells), sep="\n")
         else:
             terminal.console.print(terminal.table(f"{title}, kB received", bench.HEADS, cells))
+
+
+@app.command()
+def start(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    runs: int = typer.Option(3, min=1, help="Repetitions; the median counts."),
+    ranks: int = typer.Option(8, min=1, help="Ranks that start at once."),
+) -> None:
+    """Measure help, imports and the first step, cold and warm."""
+    from dataclasses import asdict
+
+    from rtopk.studies.bench.start import measure
+    from rtopk.tools.show.terminal import console, errors, table
+
+    with errors.status("") as status:
+        found = measure(runs, ranks, status.update if errors.is_terminal else errors.print)
+    if as_json:
+        print(json.dumps({"rows": [asdict(row) for row in found]}))
+        return
+    cells = [[row.name, f"{row.seconds:.2f}", f"{row.cpu_seconds:.2f}"] for row in found]
+    console.print(table(f"Start-up, median of {runs}", ["", "seconds", "CPU seconds"], cells))
 
 
 @app.command()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rtopk.studies.config import Config, methods
+from rtopk.tools.cli.options import wrong_use
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +43,9 @@ def risk(
     from rtopk.studies.lab.risk import Setting
     from rtopk.tools.show.terminal import console, counted, table
 
-    base = Setting(d, s, n, k, family, signed)
+    with wrong_use():
+        base = Setting(d, s, n, k, family, signed)
+        base.theta()  # refuses what does not fit
     with counted("risk", steps_of_risk(base)) as step:
         study = study_risk(base, repeats, seed, step)
     paths = [*pictures.risk_sweeps(study, out), *pictures.bits(study, out)]
@@ -130,7 +133,8 @@ def convergence(
     from rtopk.studies.lab.convergence import Problem, steps_of_convergence, study_convergence
     from rtopk.tools.show.terminal import console, counted, table
 
-    problem = Problem(d, nodes, sigma)
+    with wrong_use():
+        problem = Problem(d, nodes, sigma)
     with counted("convergence", steps_of_convergence(density, horizon, seeds)) as step:
         study = study_convergence(problem, density, horizon, seeds, step)
     paths = pictures.convergence(study, out)
@@ -186,8 +190,10 @@ def inspect(
 
     torch.set_num_threads(1)
     rounds = max([_DEFAULT.rounds, *(1 + round_ for round_ in at)])
-    run = Run(Config(task=task, method=method, nodes=nodes, batch=batch, density=density, seed=seed,
-                     rounds=rounds))  # fmt: skip
+    with wrong_use():
+        config = Config(task=task, method=method, nodes=nodes, batch=batch, density=density, seed=seed,
+                        rounds=rounds)  # fmt: skip
+    run = Run(config)
     inspector = Inspector(nodes, run.layout.size, density, choose, seed, tolerance)
     with counted("rounds", max(at, default=0) + 1) as step:
         look_into(run, inspector, at, step)

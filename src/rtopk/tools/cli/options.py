@@ -3,11 +3,21 @@
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import typer
+
+
+@contextmanager
+def wrong_use() -> Iterator[None]:
+    """Report a ValueError as wrong use of the command, which ends with code 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def options_of(

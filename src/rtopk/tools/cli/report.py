@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rtopk.tools.cli.options import wrong_use
+
 if TYPE_CHECKING:
     from rtopk.tools.advise.output import Rows
 
@@ -24,6 +26,8 @@ def report(
     from rtopk.tools.report.page import Page
     from rtopk.tools.show.terminal import console, print_json
 
+    if out.is_dir():
+        raise typer.BadParameter(f"--out must name a file, and {out} is a folder")
     inputs = read(runs)
     data = Page(inputs).html().encode()
     write_atomically(out, data)
@@ -127,14 +131,15 @@ def advise(
     if probe is not None:
         host, _, port = probe.rpartition(":")
         if not host or not port.isdigit():
-            raise ValueError(f"--probe must be HOST:PORT, got {probe!r}")
+            raise typer.BadParameter(f"--probe must be HOST:PORT, got {probe!r}")
         found = machines.probe(host, int(port))
         mbit = found.mbit if mbit is None else mbit
         latency_ms = found.latency_ms if latency_ms is None else latency_ms
     if mbit is None:
-        raise ValueError("how fast is the link? Give --mbit, or --probe HOST:PORT to measure it")
-    link = Link(nodes, mbit, 0.1 if latency_ms is None else latency_ms)
-    work = workload(model, step_ms)
+        raise typer.BadParameter("how fast is the link? Give --mbit, or --probe HOST:PORT to measure it")
+    with wrong_use():
+        link = Link(nodes, mbit, 0.1 if latency_ms is None else latency_ms)
+        work = workload(model, step_ms)
     predictions = predict(machine, work, link)
     advice = choose(predictions)
     text = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtopk.tools.cli.options import set_environment
+from rtopk.tools.cli.options import set_environment, wrong_use
 from rtopk.tools.show.intervals import plus_minus
 
 if TYPE_CHECKING:
@@ -58,15 +58,13 @@ def reproduce(
     from rtopk.tools.show.terminal import console, print_json, runs_progress
     from rtopk.tools.show.terminal import table as lay_out
 
-    try:
+    with wrong_use():
         if bool(table) == bool(study):
             raise ValueError("name one of --table 1 to 5 and --study")
         chosen = ablations.study(study) if study else paper.table(table)
         size = paper.check_scale(scale)
         if size not in chosen.setups:
             raise ValueError(f"a study has the scales {', '.join(chosen.setups)}, got {scale!r}")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     wanted = [row for row in chosen.rows if rows in ("all", "paper") or rows in row.label]
     groups = [[row for row in wanted if row.paper is not None]]
     if rows != "paper":
@@ -132,10 +130,10 @@ def tables(
     from rtopk.studies.paper.results import draw_figure, insert, render_all
     from rtopk.tools.show.terminal import errors
 
-    try:
+    with wrong_use():
         size = check_scale(scale)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        if not results.is_dir():
+            raise ValueError(f"--results must be a folder of records, and there is no folder {results}")
     text = render_all(size, results)
     if write is None:
         print(text)
@@ -190,6 +188,8 @@ def rivals(
     results: Path = RESULTS,
     work: Path = typer.Option(Path("runs/rivals"), help="Folder of runs under way."),
     picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
+    add: list[str] = typer.Option([], "--add", help="A rule of your own, FILE.py:CLASS; repeat."),
+    only: list[str] = typer.Option([], "--only", help="Only these methods, beside it; repeat."),
     recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     against: str | None = typer.Option(None, help="Show one method's score minus each other's, too."),
@@ -204,9 +204,11 @@ def rivals(
     round, its learning rate is tuned on validation data on one grid, and it
     runs on test data with every seed. A task takes one core for half an hour
     (imagenet) to three hours (ptb). The same command goes on where it stopped.
+
+    Your own rule: rtopk rivals --add mine.py:Mine --only top-k --only rtop-k
     """
-    from rtopk.studies.config import Config
-    from rtopk.studies.equal_bytes import PANELS, smoke_panel
+    from rtopk.studies.config import Config, add_rule
+    from rtopk.studies.equal_bytes import PANELS, smoke_panel, with_entrants
     from rtopk.studies.equal_bytes.fit import Runs, entrant_runs, note, run_together, side_by_side
     from rtopk.studies.equal_bytes.rivals_page import differences, grid, markdown, marks, score_against_budget
     from rtopk.studies.paper.results import insert
@@ -215,6 +217,9 @@ def rivals(
     if task not in PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(PANELS)}, got {task!r}")
     panels = [smoke_panel(panel) for panel in PANELS[task][-2:]] if smoke else list(PANELS[task])
+    with wrong_use():
+        added = [add_rule(place) for place in add]
+        panels = [with_entrants(panel, only, added) for panel in panels]
     if write is not None:
         insert(write.read_text(), "", *marks(task))  # now, not after an hour
     set_environment(data_dir, device)

@@ -4,7 +4,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import typer
 
 from rtopk.studies.config import Config
 from rtopk.studies.federation import Federation
-from rtopk.tools.cli.options import options_of, set_environment
+from rtopk.tools.cli.options import options_of, set_environment, wrong_use
 
 
 @options_of(Config)
@@ -32,10 +32,8 @@ def train(
     a node: torchrun --nproc-per-node 4 -m rtopk train --nodes 4.
     """
     set_environment(data_dir, tensorboard=tensorboard)
-    try:
+    with wrong_use():
         config = Config(**fields)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     folder = out or Path("runs") / f"train-{config.key}"
     _run(config, folder, resume, threads, as_json)
 
@@ -96,6 +94,8 @@ def demo(
     from rtopk.studies.train import demo as experiment
     from rtopk.studies.train.demo import score_against_bytes, summarise
     from rtopk.studies.train.runner import run_all
+    from rtopk.tools.advise import Link, reference
+    from rtopk.tools.advise.cost import transfer_seconds
     from rtopk.tools.report.inputs import Inputs
     from rtopk.tools.report.page import Page
     from rtopk.tools.show.terminal import console, print_json, runs_progress, table
@@ -115,24 +115,35 @@ def demo(
     score_against_bytes(records, picture)
     page = out / "report.html"
     write_atomically(page, Page(Inputs(records)).html().encode())
+    link, machine = Link(configs[0].nodes, 100.0, 0.1), reference()
+    seconds = [
+        transfer_seconds(machine, link, row.sent_bytes_per_round, row.method == "dense") for row in rows
+    ]
     if as_json:
         files = {"results": str(results), "picture": str(picture), "page": str(page)}
-        print_json({"rows": [asdict(row) for row in rows], **files})
+        told = [{**asdict(row), "seconds_at_100_mbit": s} for row, s in zip(rows, seconds, strict=True)]
+        print_json({"rows": told, **files})
         return
     for setting, what in (("distributed", "one round per batch"), ("federated", "one round per local epoch")):
-        here = [row for row in rows if row.setting == setting]
-        seeds = max(row.seeds for row in here)
-        score = f"{here[0].metric} %\n{seeds} seeds"
-        heads = ["method", score, "bytes sent per\nnode and round", "times less\nthan dense"]
+        here = [(row, s) for row, s in zip(rows, seconds, strict=True) if row.setting == setting]
+        metric, seeds = here[0][0].metric, max(row.seeds for row, _ in here)
+        heads = [
+            "method", f"{metric} %\n{seeds} seeds", "bytes sent per\nnode and round", "times less\nthan dense",
+            "seconds a round\nat 100 Mbit/s",
+        ]  # fmt: skip
         cells = [
             [
                 row.label, f"{row.score:.1f} ± {row.spread:.1f}", f"{row.sent_bytes_per_round:,.0f}",
-                f"{row.times_less:,.1f}",
+                f"{row.times_less:,.1f}", f"{s:.4f}",
             ]
-            for row in here
+            for row, s in here
         ]  # fmt: skip
         console.print(table(f"{setting} setting: {what}", heads, cells))
     console.print(f"Five nodes, {records[0]['parameters']:,} parameters. Bytes are measured on the payloads.")
+    console.print(
+        "Seconds: the exchange of those bytes between the nodes (dense: all-reduce, others: all-gather) on links "
+        f"of 100 Mbit/s, latency 0.1 ms, by the model of `rtopk advise`. Parts of: {machine.name}"
+    )
     console.print(f"Records: {results}\nPicture: {picture}\nPage:    {page}")
 
 
@@ -142,7 +153,8 @@ _CONFIG = (
     "task", "method", "rounds", "nodes", "seed", "density", "local_steps", "learning_rate", "memory", "values",
 )  # fmt: skip
 _SMALL = {"rounds": 10, "nodes": 3}
-PLAIN = typer.Option(False, help="Flower alone: dense FedAvg, to compare with.")
+PLAIN = typer.Option(False, help="Flower alone: dense FedAvg.")
+BESIDE = typer.Option(True, help="Train dense too, in this process, to compare with.")
 OUT = typer.Option(None, help="Folder of the run; default runs/fed-KEY.")
 JSON = typer.Option(False, "--json", help="Print the record as one JSON object.")
 
@@ -154,15 +166,18 @@ def _federated(command: Callable[..., None]) -> Callable[..., None]:
 
 @fed.command()
 @_federated
-def sim(plain: bool = PLAIN, out: Path | None = OUT, as_json: bool = JSON, **fields: Any) -> None:
+def sim(
+    plain: bool = PLAIN, dense: bool = BESIDE, out: Path | None = OUT, as_json: bool = JSON, **fields: Any
+) -> None:
     """Run in Flower's simulation: all clients on this machine, in ray."""
-    _federate("sim", fields, plain, out, as_json)
+    _federate("sim", fields, plain, dense, out, as_json)
 
 
 @fed.command()
 @_federated
 def deploy(
     plain: bool = PLAIN,
+    dense: bool = BESIDE,
     out: Path | None = OUT,
     as_json: bool = JSON,
     tls: Path | None = typer.Option(None, help="Folder of ca.crt, server.pem, server.key for 127.0.0.1."),
@@ -173,7 +188,7 @@ def deploy(
     The bytes between them are counted at a proxy. Everything that was started is
     stopped at the end, by its id, also if this command is killed.
     """
-    _federate("deploy", fields, plain, out, as_json, tls)
+    _federate("deploy", fields, plain, dense, out, as_json, tls)
 
 
 @fed.command()
@@ -217,18 +232,24 @@ def traffic(
 
 
 def _federate(
-    engine: str, fields: dict[str, Any], plain: bool, out: Path | None, as_json: bool, tls: Path | None = None
+    engine: str,
+    fields: dict[str, Any],
+    plain: bool,
+    dense: bool,
+    out: Path | None,
+    as_json: bool,
+    tls: Path | None = None,
 ) -> None:
     from rtopk.studies.federation.engines import deploy as run_deployed
     from rtopk.studies.federation.engines import simulate
-    from rtopk.tools.show.terminal import console, make_progress, print_json
+    from rtopk.studies.train.execute import execute
+    from rtopk.tools.show.palette import with_compression
+    from rtopk.tools.show.terminal import console, make_progress, print_json, table
 
     own = {name: fields.pop(name) for name in _CONFIG}
-    try:
-        config = Config(setting="federated", evaluate_every=own["rounds"], **own)
+    with wrong_use():
+        config = Config(setting="federated", evaluate_every=max(1, own["rounds"] // 10), **own)
         federation = Federation(config=config, compressed=not plain, **fields)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     folder = out or Path("runs") / f"fed-{engine}-{config.key}"
     with make_progress() as progress:
         bar = progress.add_task(f"{engine} {config.task}", total=config.rounds)
@@ -246,8 +267,20 @@ def _federate(
         print_json(record)
         return
     metric = record["metric"]
-    console.print(f"{record['status']}; {metric} {record['final'][metric]:.2f}; weights {record['weights']}")
+    rows = [("FedAvg on Flower" if plain else with_compression(config.method, config.density), record)]
+    if dense and not plain:  # the loop in one process ends with the bits that Flower ends with
+        rows.append(("dense", execute(replace(config, method="dense"), folder / "dense")))
+    cells = [
+        [
+            name, f"{one['final'][metric]:.2f}", f"{one['sent_bytes_per_round']:,.0f}",
+            f"{one['received_bytes_per_round']:,.0f}" if one is record else "as sent",
+        ]
+        for name, one in rows
+    ]  # fmt: skip
+    heads = ["method", metric, "bytes sent per\nclient and round", "bytes received per\nclient and round"]
+    console.print(table(f"{config.task}, {config.nodes} clients, {config.rounds} rounds", heads, cells))
+    console.print(f"{record['status']}; weights {record['weights']}")
     if "wire" in record:
         up, down = record["wire"]["up"], record["wire"]["down"]
         console.print(f"On the wire: {up:,} bytes up, {down:,} down, engine included")
-    console.print(f"Record: {folder / 'result.json'}")
+    console.print(f"Records: {folder}; a page of them: rtopk report {folder}", soft_wrap=True)

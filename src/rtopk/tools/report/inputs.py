@@ -87,7 +87,7 @@ def _is_amount(value: Any) -> bool:
 
 
 ACCEPTED = (
-    'accepted are records of `rtopk train`, `demo` and `reproduce` (kind "train") and what '
+    "accepted are records of `rtopk train`, `demo`, `fed`, `rivals` and `reproduce` and what "
     "`rtopk bench ... --json` and `rtopk lab ... --json` print"
 )
 # What tells one study from another; the first that matches counts.
@@ -238,7 +238,7 @@ def _take(value: Any, path: Path, line: int, inputs: Inputs) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{path} line {line} is a {type(value).__name__}, not a JSON object; {ACCEPTED}")
     kind = value.get("kind")
-    if kind == "train":
+    if kind in ("train", "federated"):
         fault = next(faults(value), None)
         if fault is not None:
             raise ValueError(f"{path} line {line} {fault[:200]}; {ACCEPTED}")

@@ -34,9 +34,10 @@ PLOTS = {  # section of a panel -> heading and what the plots of it show
     "density": "Density",
     "time": "Where the time of a round goes",
 }
+FLAT = {"ledger": ("sent_per_round", "received_per_round"), "density": ("density",)}  # dropped if constant
 NOTES = {
     "headline": "Last score against bytes sent per node, with 95 % intervals over seeds; faint lines show the way "
-    "there. Methods that sent as much stand side by side.",
+    "there.",
     "curve": "Mean over seeds; the band is its 95 % interval.",
     "ledger": "Bytes that a node sends (thick) and receives (thin) in a round, mean between evaluations.",
     "residual": "Norm of what is kept back for later rounds, mean over nodes and seeds.",
@@ -75,6 +76,8 @@ class Page:
     def parts(self) -> dict[str, str]:
         """Return the pieces of text and tables by name."""
         shown = "".join(f"<p>{escape(summary.what_it_shows(series))}</p>" for series in self.panels.values())
+        if any(sum(not one.is_dense for one in series) > 1 for series in self.panels.values()):
+            shown += f"<p>{escape(summary.RULE)}</p>"
         parts = {
             "run": f"<p>{escape(summary.what_was_run(self.panels, self.inputs.tuning))}</p>"
             if self.panels
@@ -128,8 +131,9 @@ class Page:
                 yield _section("paper", "Beside the paper", _part(parts, "paper"))
             for plot, heading in PLOTS.items():
                 more = _part(parts, plot) if plot in ("ledger", "time") else ""
-                if plot != "time" or parts["time"]:
-                    yield _section(plot, heading, self._figures(plot, drawn) + more)
+                figures = self._figures(plot, drawn)
+                if "<figure" in figures or (more and parts[plot]):
+                    yield _section(plot, heading, figures + more)
         number = 0
         for i, (title, _, charts) in enumerate(self.studies):
             html = ""
@@ -148,6 +152,8 @@ class Page:
         for i, panel in enumerate(self.data):
             if not panel["series"] or (plot == "time" and not any(one["spent"] for one in panel["series"])):
                 continue
+            if plot in FLAT and all(plots.is_flat(panel, name) for name in FLAT[plot]):
+                continue  # the table has the number
             note = f"{panel['title']}. {NOTES[plot]}"
             data = f'data-plot="{plot}" data-panel="{i}"'
             found.append(_figure(f"{plot}-{i}", note, data, drawn[i].get(plot, "")))
@@ -257,7 +263,13 @@ def serve(paths: Sequence[Path], port: int, tell: Callable[[str], None]) -> None
     live = Live(paths)
     live.now()  # what cannot be read is said before a server starts
     handler = type("LiveHandler", (Handler,), {"live": live})
-    with ThreadingHTTPServer((HOST, port), handler) as server:
+    try:
+        server = ThreadingHTTPServer((HOST, port), handler)
+    except OSError as error:
+        raise OSError(
+            f"cannot serve at {HOST}:{port}: {error.strerror}; --port 0 takes a free one"
+        ) from error
+    with server:
         server.daemon_threads = True
         tell(f"http://{HOST}:{server.server_port}/")
         server.serve_forever(poll_interval=0.2)

@@ -22,7 +22,6 @@ def panel(title: str, series: Sequence[Series]) -> Plain:
     """Return everything that the plots of a panel show."""
     measured = [one for one in series if one.measured]
     shown = [_series(one) for one in measured]
-    _set_side_by_side(shown)
     return {
         "title": title,
         "metric": measured[0].metric if measured else "",
@@ -30,16 +29,6 @@ def panel(title: str, series: Sequence[Series]) -> Plain:
         "series": shown,
         "range": _range(shown, 100.0 if measured and measured[0].metric == "accuracy" else math.inf),
     }
-
-
-def _set_side_by_side(shown: list[Plain]) -> None:
-    """Give each series the place `at` of its last point: methods that sent as much stand beside each other."""
-    for one in shown:
-        size = round(math.log10(one["sent"]), 1)
-        same = [other for other in shown if round(math.log10(other["sent"]), 1) == size]
-        # Beside each other, but never so far that the place says something else: 1.5 times from first to last.
-        step = min(1.25, 1.5 ** (1 / max(len(same) - 1, 1)))
-        one["at"] = short(one["sent"] * step ** (same.index(one) - (len(same) - 1) / 2))
 
 
 def _range(shown: Sequence[Plain], most: float) -> list[float] | None:
@@ -101,6 +90,15 @@ def spent(one: Series) -> dict[str, float | None]:
     return found if any(found.values()) else {}  # under torchrun the stages are inside backward
 
 
+def is_flat(panel: Plain, name: str) -> bool:
+    """Say whether a quantity stays the same in every series, so that a chart of it says nothing."""
+    for one in panel["series"]:
+        found = [value for value in one[name] if value is not None]
+        if found and max(found) > 1.05 * min(found):
+            return False
+    return True
+
+
 def short(value: float) -> float | None:
     """Return a number with six digits, None for what JSON cannot say."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
@@ -128,7 +126,7 @@ def headline(panel: Plain) -> str:
             _numbers(one["x"]["bytes"]), _numbers(one["y"]["score"]), color=colour, alpha=0.35, linewidth=1
         )
         axis.errorbar(
-            one["at"], math.nan if mean is None else mean, yerr=half or 0.0, color=colour, markersize=7,
+            one["sent"], math.nan if mean is None else mean, yerr=half or 0.0, color=colour, markersize=7,
             marker=MARKERS[slot(one["slot"])],
             markerfacecolor="none" if one["dash"] else colour, capsize=3, linestyle="none", label=one["label"],
         )  # fmt: skip

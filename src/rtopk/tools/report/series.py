@@ -5,7 +5,7 @@ the method and its compression, then whatever option else differs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -130,12 +130,7 @@ def collect(runs: Sequence[Record]) -> dict[str, list[Series]]:
 def _panel(panel: str, groups: list[list[Record]]) -> list[Series]:
     methods = [*palette.METHODS, *dict.fromkeys(g[0]["config"]["method"] for g in groups)]
     methods = list(dict.fromkeys(methods))
-    labels = [
-        group[0]["paper"]["row"]
-        if "row" in group[0].get("paper", {})
-        else _label(group[0]["config"], [g[0]["config"] for g in groups])
-        for group in groups
-    ]
+    labels = _labels([group[0] for group in groups])
     used = [0] * len(methods)
     series = []
     for group, label in zip(groups, labels, strict=True):
@@ -145,16 +140,43 @@ def _panel(panel: str, groups: list[list[Record]]) -> list[Series]:
     return series
 
 
-def _label(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Name a series: method and compression, then the options that differ where these are equal."""
-    dense = config["method"] == "dense"
-    name = with_compression(config["method"], config["density"])
-    same = [other for other in others if other["method"] == config["method"]]
-    rivals = [other for other in same if dense or other["density"] == config["density"]]
-    for option, value in config.items():
-        if option == "seed" or (dense and option == "density"):
-            continue
-        if any(other.get(option) != value for other in rivals):
+def _labels(runs: list[Record]) -> list[str]:
+    """Name each series of a panel, no two alike: the method with its size, then the choices that differ."""
+    configs: list[dict[str, Any]] = [run["config"] for run in runs]
+    labels = []
+    for run, config in zip(runs, configs, strict=True):
+        own = [other for other in configs if other["method"] == config["method"]]
+        name = run.get("paper", {}).get("row") or _with_choices(_sized(config), config, own, CHOICES)
+        labels.append(name)
+    for name in [name for name in dict.fromkeys(labels) if labels.count(name) > 1]:
+        same = [i for i, label in enumerate(labels) if label == name]
+        for i in same:
+            others = [configs[j] for j in same]
+            labels[i] = _with_choices(name, configs[i], others, [key for key in configs[i] if key != "seed"])
+    return labels
+
+
+CHOICES = ("r_over_k", "values", "mean", "memory")  # what a method's user chooses; rates are tuned
+
+
+def _sized(config: dict[str, Any]) -> str:
+    """Name a method with what decides its bytes."""
+    if config["method"] == "powersgd":
+        return f"powersgd rank {config.get('matrix_rank', 0)}"
+    if config["method"] == "threshold":
+        return f"threshold {config.get('threshold', 0.0):g}"
+    return with_compression(config["method"], config["density"])
+
+
+def _with_choices(
+    name: str, config: dict[str, Any], others: list[dict[str, Any]], options: Iterable[str]
+) -> str:
+    """Add the options in which a series differs from the others."""
+    for option in options:
+        value = config.get(option)
+        if any(other.get(option) != value for other in others):
             text = f"{value:g}" if isinstance(value, float) else str(value)
+            if option == "r_over_k":
+                option, text = "r =", f"{text} k" if value else "n k"
             name += f", {option.replace('_', ' ')} {text}"
     return name

@@ -15,6 +15,10 @@ from rtopk.tools.report.series import Estimate, Series, difference
 
 Panels = Mapping[str, Sequence[Series]]
 WAYS = ("sent", "received")
+RULE = (
+    "Which methods are named here: first the compressed one whose 95 % interval has the best worse end, so that a "
+    "wide interval does not win by luck; then the one that sent least, if it sent at least a tenth less."
+)
 
 
 def what_was_run(panels: Panels, tuning: int = 0) -> str:

@@ -1,6 +1,7 @@
 """What commands print: tables (on the terminal and in Markdown), JSON, and the progress of runs."""
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+EVERY = 5.0  # seconds between lines of progress; more in a long job
 
 console = Console()
 errors = Console(stderr=True)
@@ -65,7 +68,13 @@ def counted(name: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def runs_progress(runs: Sequence[tuple[str, str, int]]) -> Iterator[Callable[[str, int], None]]:
-    """Show a bar for all runs (key, name, rounds), and one for each name; yield what is told of a key's rounds."""
+    """Show a bar for all runs (key, name, rounds), and one for each name; yield what is told of a key's rounds.
+
+    In a log or a pipe, print a line every few seconds instead.
+    """
+    if not errors.is_terminal:
+        yield _lines({key: rounds for key, _, rounds in runs})
+        return
     with make_progress() as progress:
         totals = dict.fromkeys((name for _, name, _ in runs), 0)
         for _, name, rounds in runs:
@@ -81,3 +90,28 @@ def runs_progress(runs: Sequence[tuple[str, str, int]]) -> Iterator[Callable[[st
             seen[key] = rounds
 
         yield advance
+
+
+def _lines(rounds: dict[str, int]) -> Callable[[str, int], None]:
+    """Return what is told of a key's rounds, and prints what is done and what remains."""
+    done, total, began = dict.fromkeys(rounds, 0), sum(rounds.values()), time.monotonic()
+    told, found = began, 0  # found: rounds that were recorded already
+
+    def advance(key: str, count: int) -> None:
+        nonlocal told, found
+        now = time.monotonic()
+        if now - began < 0.5 and count == rounds[key]:
+            found += count
+        done[key] = count
+        passed, whole = now - began, sum(done.values())
+        if now - told < max(EVERY, passed / 20) or whole == found:
+            return
+        told, left = now, passed * (total - whole) / (whole - found)
+        ended = sum(done[key] == rounds[key] for key in rounds)
+        errors.print(
+            f"{ended} of {len(rounds)} runs, {100 * whole / total:.0f} % of the rounds, {passed:.0f} s passed, "
+            f"about {left:.0f} s left",
+            highlight=False,
+        )
+
+    return advance

@@ -40,7 +40,7 @@
     headline(panel) {
       const traces = shown(panel).flatMap((one) => [
         { x: one.x.bytes, y: one.y.score, mode: "lines", line: { ...line(one, 1.2) }, opacity: 0.4, hoverinfo: "skip", name: one.label },
-        { x: [one.at], y: [one.score[0]], customdata: [one.sent], mode: "markers", marker: marker(one, 11), name: one.label,
+        { x: [one.sent], y: [one.score[0]], customdata: [one.sent], mode: "markers", marker: marker(one, 11), name: one.label,
           error_y: { type: "data", array: [one.score[1] ?? 0], color: colour(one.slot), thickness: 1.8, width: 6 },
           hovertemplate: `<b>${one.label}</b><br>${panel.metric} %{y:.2f}${withHalf(one.score[0], one.score[1])}`
             + `<br>%{customdata:,.0f} bytes sent<br>seeds: ${one.score[2]}<extra></extra>` },

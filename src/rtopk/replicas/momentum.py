@@ -1,0 +1,74 @@
+"""Move momentum from an optimizer into the memory: `register(..., memory="momentum-correction", optimizer=...)`.
+
+With error feedback, momentum amplifies stale gradients when they are finally sent. Deep Gradient Compression keeps
+it at the nodes instead, before entries wait. A user has written SGD(momentum=0.9), so registration sets that to
+0 and gives 0.9 to the memory. Weight decay stays with the optimizer, where momentum m used to multiply it, by
+1 / (1 - m) in the long run; so it is multiplied by that.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rtopk.memory import Memory, MomentumCorrection
+
+log = logging.getLogger("rtopk")
+TAKEN = "rtopk_momentum"  # in a group of an optimizer: its momentum before; saved and loaded with it
+
+
+def memory_for(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> Callable[[], Memory] | None:
+    """Return how to make a memory with the momentum of an optimizer; None if it has none.
+
+    Raise ValueError if groups with our parameters differ, or have what a memory cannot take over.
+    """
+    found = {_of(group, optimizer) for group in _groups(optimizer, owns)}
+    if len(found) > 1:
+        raise ValueError(
+            f"groups of {type(optimizer).__name__} differ in (momentum, nesterov): {sorted(found)}, and one memory "
+            "takes over all of it; give all groups the same, or use memory='error-feedback'"
+        )
+    momentum, nesterov = found.pop() if found else (0.0, False)
+    return partial(MomentumCorrection, momentum, nesterov=nesterov) if momentum else None
+
+
+def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
+    """Set the momentum of the groups with our parameters to 0; again, if a checkpoint has brought it back."""
+    for group in _groups(optimizer, owns):
+        momentum = group.get("momentum", 0.0)
+        if not momentum:
+            continue
+        decay = group.get("weight_decay", 0.0)
+        if TAKEN not in group:
+            group[TAKEN], group["weight_decay"] = momentum, decay / (1.0 - momentum)
+            log.warning(
+                "momentum %g of %s moves into the memory, and its own becomes 0; weight_decay %g becomes %g, since "
+                "momentum no longer multiplies it. state.return_momentum() undoes this",
+                momentum, type(optimizer).__name__, decay, group["weight_decay"],
+            )  # fmt: skip
+        group["momentum"] = 0.0
+
+
+def hand_back(optimizer: Optimizer) -> None:
+    """Give an optimizer what `take_over` took."""
+    for group in optimizer.param_groups:
+        momentum = group.pop(TAKEN, None)
+        if momentum is not None:
+            group["momentum"], group["weight_decay"] = momentum, group["weight_decay"] * (1.0 - momentum)
+
+
+def _groups(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
+    return [group for group in optimizer.param_groups if any(owns(p) for p in group["params"])]
+
+
+def _of(group: dict[str, Any], optimizer: Optimizer) -> tuple[float, bool]:
+    """Return momentum and Nesterov's form of a group."""
+    momentum = float(group.get("momentum") or group.get(TAKEN, 0.0))
+    if momentum and group.get("dampening"):
+        raise ValueError(
+            f"{type(optimizer).__name__} has dampening={group['dampening']}, which no memory has; use dampening=0"
+        )
+    return momentum, bool(momentum and group.get("nesterov"))
