@@ -73,21 +73,19 @@ def check_pick(name, values, r, floors, words=None, k=None):
 def test_selection_is_exact(d):
     """Guesses that are right, a little low, useless, too high, and none at all."""
     rng = np.random.default_rng(d)
-    for _ in range(2):
-        name, values = structured.vector(rng, d)
-        r = structured.ranks(rng, d)
-        rth = float(np.abs(values[structured.exact(values, r)]).min())
-        check_pick(name, values, r, (rth, np.float32(rth * 0.9), 0.0, rth * 1.5, None))
+    name, values = structured.vector(rng, d)
+    r = structured.ranks(rng, d)
+    rth = float(np.abs(values[structured.exact(values, r)]).min())
+    check_pick(name, values, r, (rth, np.float32(rth * 0.9), 0.0, rth * 1.5, None))
 
 
 @pytest.mark.parametrize("family", structured.FAMILIES, ids=lambda f: f.__name__)
 def test_every_family_is_exact(family):
     rng = np.random.default_rng(3)
     name, values = structured.vector(rng, 300, family)
-    for r in (17, 150):
-        rth = float(np.abs(values[structured.exact(values, r)]).min())
-        k = max(1, r // 2)
-        check_pick(name, values, r, (rth, None), draws.draw_words(r, k, 5), k)
+    r, k = 150, 60
+    rth = float(np.abs(values[structured.exact(values, r)]).min())
+    check_pick(name, values, r, (rth, None), draws.draw_words(r, k, 5), k)
 
 
 def test_blocks_of_the_size_that_ships(monkeypatch):
@@ -192,15 +190,24 @@ def test_a_node_sends_the_same_bytes_step_after_step(memory, monkeypatch):
         assert all(same(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("memory", [NoMemory, ErrorFeedback, MomentumCorrection, DecayedErrorFeedback])
+@pytest.mark.parametrize(
+    ("memory", "bad"),
+    [
+        (NoMemory, "nan"),
+        (NoMemory, "-inf"),
+        (ErrorFeedback, "nan"),
+        (ErrorFeedback, "inf"),
+        (MomentumCorrection, "-inf"),
+        (DecayedErrorFeedback, "inf"),
+    ],
+)
 def test_what_is_not_finite_changes_nothing(memory, bad):
     node = Sparsifier(TopK(), 0.02, memory())
     for step in range(2):
         node.compress(torch.randn(300, generator=generator(step)), step)
     before = node.state_dict()["memory"]
     gradient = torch.randn(300)
-    gradient[217] = bad
+    gradient[217] = float(bad)
     with pytest.raises(kernels.NotFiniteError, match="at index 217 of 300"):
         node.compress(gradient, 2)
     after = node.state_dict()["memory"]

@@ -14,7 +14,6 @@ run on the CPU, slowly.
 """
 
 import functools
-import importlib.metadata
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,11 +27,8 @@ from rtopk.kernels.host import fetch, send
 from rtopk.kernels.search import Candidates, Pending, Picked, Search, room_for
 
 BLOCK = 4096  # entries of a program
-LEVELS = (
-    (20, 11),
-    (10, 10),
-    (0, 10),
-)  # shift and number of the bits of a key that are counted, highest first
+# The shift and the number of the bits of a key that are counted, highest first.
+LEVELS = ((20, 11), (10, 10), (0, 10))
 BINS = 1 << 11
 # No fused multiply-add: the CPU rounds every operation. From triton 3.10 on this is the default.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
@@ -193,8 +189,9 @@ def _sweep(
     searched = 0 if search is None else size if search.size is None else search.size
     bound = 0 if search is None else _key(search.floor)
     # Filled by the programs: each writes its own words, and there is one for every block.
-    bits = vector.new_empty(blocks * BLOCK // 32 if search else 0, dtype=torch.int32)
-    counts, state = _words(vector, blocks if search else 0), _words(vector, _programs().STATE)
+    noted = 0 if search is None else blocks
+    bits = vector.new_empty(noted * BLOCK // 32, dtype=torch.int32)
+    counts, state = _words(vector, noted), _words(vector, _programs().STATE)
     options = {
         "ADDS": gradient is not None,
         "MOVES": velocity is not None,
@@ -240,12 +237,15 @@ def _key(magnitude: float) -> int:
 
 @functools.cache
 def _has_triton() -> bool:
-    """Return whether triton is there, and as new as the oldest that the programs have been compiled with."""
+    """Return whether triton is there, and as new as the oldest that the programs have been compiled with.
+
+    It is imported, which only tensors on a card cause: on ROCm the package has another name than the module.
+    """
     try:
-        major, minor = importlib.metadata.version("triton").split(".")[:2]
-    except importlib.metadata.PackageNotFoundError:
+        import triton
+    except ImportError:
         return False
-    return (int(major), int(minor)) >= OLDEST
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= OLDEST
 
 
 def _interpreted() -> bool:

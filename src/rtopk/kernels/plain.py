@@ -6,6 +6,7 @@ that reach a bound are collected in blocks; when there are more than enough, onl
 rises. No sort or topk ever sees more than a block plus twice r entries. The result is exactly the same set.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -194,9 +195,15 @@ def _largest_of(values: Tensor, r: int, number: Tensor | int) -> Tensor:
 def _static(vector: Tensor) -> bool:
     """Return whether to make room for candidates instead of waiting for their number.
 
-    Only CUDA has `nonzero_static` besides the CPU, where nothing waits and the streaming search is faster.
+    CUDA has `nonzero_static`, in torch 2.6 perhaps not yet. So has the CPU, but nothing waits there, and the
+    streaming search is faster.
     """
-    return vector.is_cuda
+    return vector.is_cuda and _has_static()
+
+
+@functools.cache
+def _has_static() -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::nonzero_static", "CUDA")
 
 
 def _places(marks: Tensor, room: int) -> Tensor:
