@@ -137,11 +137,6 @@ STUDIES = {
         "study-exchange", "All-gather and all-reduce, distributed, error feedback, 99 %",
         dataclasses.replace(_BATCHES, batch=8, rounds=600), _RATES, [*_exchanges(5), *_exchanges(20)],
     ),
-    "exchange-cifar": _study(
-        "study-exchange-cifar", "All-gather and all-reduce, distributed, error feedback, 99 %, CIFAR-10 at 16 x 16",
-        Config(task="cifar10-small", batch=8, rounds=600, evaluate_every=100), (0.005, 0.015, 0.045),
-        [*_exchanges(5), *_exchanges(20)],
-    ),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ DATA_DIR = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA
 DEVICE = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu.")
 _STUDIES = (
     "warm-up, candidates, candidates-plain, candidates-federated, split, "
-    "split-distributed, visits, momentum or nodes."
+    "split-distributed, visits, momentum, nodes or exchange."
 )
 
 
