@@ -38,8 +38,7 @@ uint64: Any = numba.uint64
 def loop(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     """Compile a loop that only other loops call; division follows the machine, not Python.
 
-    It gets no code that lets Python or C call it, which takes a third of the time to compile: a call from Python
-    would crash.
+    It gets no code that lets Python or C call it, which would take time to compile: a call from Python crashes.
     """
     options = {
         "nogil": True,
