@@ -130,6 +130,7 @@ def test_smoke_runs_goes_on_and_shows_what_is_recorded(tmp_path):
     assert "digits, distributed, i.i.d." in table.stdout
 
 
+@pytest.mark.slow
 def test_a_rule_from_a_file_of_ones_own_takes_part(tmp_path, monkeypatch):
     """As docs/rivals.md shows it; workers, which are new processes, find it too, and the report names it."""
     (code,) = [block for block in blocks(ROOT / "docs/rivals.md", "python") if "class FirstK" in block]
