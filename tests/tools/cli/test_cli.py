@@ -202,7 +202,7 @@ def test_report_of_a_run_and_its_refusals(tmp_path):
 
 def test_demo_small(tmp_path):
     """Every row of the demo, short: all files there, all bytes measured, a second call runs nothing again."""
-    options = ["demo", "--seeds", "1", "--rounds", "20", "--tensorboard", "--out", tmp_path]
+    options = ["demo", "--seeds", "1", "--rounds", "60", "--tensorboard", "--out", tmp_path]
     first = rtopk(*options)
     assert first.returncode == 0, first.stderr
     assert "distributed setting" in first.stdout
