@@ -127,8 +127,8 @@ class Codec:
         rounds = self.rounding == "stochastic" and not self._form.exact
         if rounds and rng is None:
             raise ValueError("stochastic rounding needs a generator: encode(vector, rng)")
-        here = vector.here or tuple(fetch(vector.indices, _as_float32(vector.values)))
-        indices, values = (tensor.contiguous().numpy() for tensor in here)  # (k,)
+        here = vector.here or fetch(vector.indices, vector.values)
+        indices, values = (tensor.contiguous().numpy() for tensor in (here[0], _as_float32(here[1])))  # (k,)
         tail = self._tail(indices, d)
         limit = self.capacity(d, k) if self.fixed else None
         if self.fixed or rounds:  # before an overflow is counted or a generator used

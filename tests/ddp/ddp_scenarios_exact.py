@@ -76,8 +76,8 @@ def _against_the_reference(at: Place, variants: dict[str, dict[str, Any]]) -> di
 
 def momentum_moves(at: Place) -> dict[str, Any]:
     """The optimizer's momentum becomes the memory's; a checkpoint of before cannot bring it back unseen."""
-    logging.getLogger("rtopk").setLevel(logging.ERROR)
     found: dict[str, Any] = {}
+    logging.getLogger("rtopk").setLevel(logging.ERROR)
     for nesterov in (False, True):
         model, plain = net(), net()
         optimizer = sgd(model, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
@@ -111,6 +111,7 @@ def momentum_moves(at: Place) -> dict[str, Any]:
         )
     except ValueError as error:
         found["differ"] = str(error)
+    logging.getLogger("rtopk").setLevel(logging.NOTSET)
     return found
 
 

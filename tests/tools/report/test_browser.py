@@ -83,7 +83,7 @@ def test_it_opens_from_disk_without_network_or_errors(browser, page):
     assert {url.partition(":")[0] for url in requests(browser)} <= {"file", "data", "blob"}
     figures = browser.execute_script("return document.querySelectorAll('figure').length")
     drawn = browser.execute_script("return document.querySelectorAll('figure.drawn .main-svg').length")
-    assert figures == 13
+    assert figures == 9
     assert drawn >= figures
     assert (
         browser.execute_script("return getComputedStyle(document.querySelector('.static')).display") == "none"
@@ -205,7 +205,7 @@ def test_without_scripts_pictures_and_tables_stand(page, tmp_path):
     browser = start(tmp_path / "profile", scripts=False)
     try:
         browser.get(page)  # without scripts it does not wait for the whole page
-        until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".static svg")) == 11)
+        until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".static svg")) == 7)
         sizes = [svg.size for svg in browser.find_elements(By.CSS_SELECTOR, ".static svg")]
         assert all(size["width"] > 200 and size["height"] > 120 for size in sizes)
         assert not browser.find_element(By.ID, "controls").is_displayed()

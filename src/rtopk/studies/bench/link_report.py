@@ -96,14 +96,14 @@ def markdown(rows: Sequence[LinkRow]) -> str:
 FAMILY = {"dense": "dense", "fp16": "dense", "powersgd-1": "powersgd", "powersgd-2": "powersgd",
           "topk-allgather": "top-k", "rtopk": "rtop-k", "rtopk-allreduce": "rtop-k"}  # fmt: skip
 PALER = {"fp16": 0.6, "powersgd-2": 0.4, "topk-allgather 1 %": 0.45}
-PALER |= {
-    f"{ours} {what}": share
-    for ours in ("rtopk", "rtopk-allreduce")
-    for what, share in (("1 % fp16", 0.66), ("1 % 4bit", 0.44), ("0.1 % fp16", 0.22))
-}
+_OURS = (("1 % fp16", 0.66), ("1 % 4bit", 0.44), ("0.1 % fp16", 0.22), ("0.1 % 4bit", 0.0))
+PALER |= {f"rtopk {what}": share for what, share in _OURS}
+DARKER = {f"rtopk-allreduce {what}": 0.7 - 0.8 * share for what, share in _OURS}
 COLOURS = {
     (label := with_density(*key)): mixed(
-        style(FAMILY.get(key[0], key[0]))[0], "#ffffff", PALER.get(label, 0.0)
+        style(FAMILY.get(key[0], key[0]))[0],
+        "#000000" if label in DARKER else "#ffffff",
+        DARKER.get(label, PALER.get(label, 0.0)),
     )
     for key in METHODS
 }
