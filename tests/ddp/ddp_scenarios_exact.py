@@ -28,13 +28,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no_memory": {"memory": NoMemory},
     "momentum-correction": {"memory": lambda: MomentumCorrection(0.9, clip_norm=1.0)},
     "received": {"mean": "received"},
-    "4bit_bucket": {"values": "4bit", "rounding": "stochastic", "scope": "bucket"},
     "half_of_all": {"density": 0.5},  # averaged by the dense way
     "schedule": {"density": rtopk.warm_up(0.05, steps=3)},
     "all_reduce": {"exchange": "all-reduce"},
     "all_reduce_bucket": {"exchange": "all-reduce", "scope": "bucket", "values": "4bit"},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "4bit_bucket": {"values": "4bit", "rounding": "stochastic", "scope": "bucket"},
     "top_k": {"selector": TopK()},
     "random_k": {"selector": RandomK()},
     "dealt_bucket": {"selector": Dealt(2), "scope": "bucket"},

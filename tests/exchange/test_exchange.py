@@ -89,7 +89,7 @@ FAMILIES = {
 @pytest.mark.parametrize("codec", list(laws.CODECS))
 @pytest.mark.parametrize("mean", ["nodes", "received"])
 @pytest.mark.parametrize("memory", list(FAMILIES))
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     size=st.integers(1, 300),
     nodes=st.integers(1, 9),

@@ -99,14 +99,14 @@ def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, r
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 DENSE: dict[str, dict[str, Any]] = {
     "global": {},
-    "bucket": {"scope": "bucket"},
-    "global, twice": {"loss": twice},
     "bucket, accumulation": {"scope": "bucket", "loss": accumulating},
     "bf16 parameters, fp32 reduction": {"how": {"mp_policy": LOW}},
-    "clipping": {"loop": clipping},
     "tied": {"make": tied},
 }
 MORE_DENSE: dict[str, dict[str, Any]] = {
+    "bucket": {"scope": "bucket"},
+    "global, twice": {"loss": twice},
+    "clipping": {"loop": clipping},
     "bucket, twice": {"scope": "bucket", "loss": twice},
     "global, accumulation": {"loss": accumulating},
     "adamw": {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)},

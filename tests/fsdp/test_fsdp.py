@@ -231,6 +231,7 @@ def resumed(four: Results, shared: Path) -> Results:
 WAYS = ["global, files", "global, dcp", "bucket, files", "bucket, dcp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS[:2])
 def test_a_restart_changes_no_bit(resumed: Results, name: str) -> None:
     found = clean(resumed, "second_half")

@@ -66,6 +66,7 @@ def test_interface_bytes_are_payload_times_fan_out(rows):
         assert 0 <= over < 0.05 * due_bytes(rows[method]) + 4_000, method
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_repeated(rows):
     plan = LinkPlan(("small",), (None,), (2,), rounds=1, steps=1, compute_ms=1.0, loopback=True, methods=FEW)
     done = list(rows.values())

@@ -193,6 +193,7 @@ def test_a_page_takes_the_tables_between_its_marks(tmp_path):
             assert [bool(cell) for cell in row[1:]] == [number == at[budget] for number in (1, 2)]
 
 
+@pytest.mark.slow
 def test_differences_of_one_entrant_to_each_other(tmp_path):
     folders = [
         "--results",

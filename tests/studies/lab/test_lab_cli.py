@@ -54,7 +54,10 @@ def test_json_is_one_object(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("convergence", "never crossed"), ("inspect", "Recommended: k = ")],
+    [
+        pytest.param("convergence", "never crossed", marks=pytest.mark.slow),
+        ("inspect", "Recommended: k = "),
+    ],
 )
 def test_tables(name, words, tmp_path):
     printed = call(name, tmp_path)

@@ -68,6 +68,7 @@ def test_density_one_is_plain_sgd():
     assert sent > 50 * 40 * 4
 
 
+@pytest.mark.slow
 def test_theorem_3_is_never_crossed():
     for problem in (PROBLEM, Problem(d=40, nodes=1, sigma=0.2, spread=0.0), Problem(d=20, nodes=2, batch=4)):
         horizons = (130, 300)
@@ -78,6 +79,7 @@ def test_theorem_3_is_never_crossed():
             assert 0.0 < outcome.largest < sum(outcome.bound), outcome
 
 
+@pytest.mark.slow
 def test_slope_in_the_horizon():
     """The first term's -1/2, within 0.1, at densities 1 and 0.2."""
     horizons = (150, 400, 1000)
@@ -87,6 +89,7 @@ def test_slope_in_the_horizon():
         assert abs(slope + 0.5) < 0.1, (k, slope)
 
 
+@pytest.mark.slow
 def test_what_sparsifying_costs_falls_with_k():
     """Random-k keeps the gradients longest, and its cost falls steeply in k; rTop-k pays far less."""
     quiet = Problem(d=40, nodes=3, sigma=0.1)

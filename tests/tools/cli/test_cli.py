@@ -161,6 +161,7 @@ def test_shell_completion(shell):
         assert "report" in rtopk(env={**os.environ, **asked}, program="rtopk").stdout
 
 
+@pytest.mark.slow
 def test_tensorboard_event_files(tmp_path):
     """Every point of the record is in the event file."""
     pytest.importorskip("tensorboard")
@@ -185,6 +186,7 @@ def test_tensorboard_event_files(tmp_path):
     assert "spent/compress" in logged
 
 
+@pytest.mark.slow
 def test_report_of_a_run_and_its_refusals(tmp_path):
     assert rtopk("train", *QUICK, "--out", tmp_path / "run").returncode == 0
     told = rtopk("report", tmp_path / "run", "-o", tmp_path / "page.html", "--json")
@@ -200,6 +202,7 @@ def test_report_of_a_run_and_its_refusals(tmp_path):
     assert not (tmp_path / "other.html").exists()
 
 
+@pytest.mark.slow
 def test_demo_small(tmp_path):
     """Every row of the demo, short: all files there, all bytes measured, a second call runs nothing again."""
     options = ["demo", "--seeds", "1", "--rounds", "60", "--tensorboard", "--out", tmp_path]
