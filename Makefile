@@ -13,7 +13,7 @@ demo: $(READY)  ## five nodes train on scikit-learn's digits, four methods, both
 	$(BIN)/rtopk demo
 
 test: lint  ## the whole default suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3  # one more than cores: some wait for processes they started
 
 test-slow: $(READY)  ## what is longer, or needs the real data
 	$(BIN)/python -m pytest -m slow -o addopts="--strict-markers --strict-config -ra"

@@ -45,7 +45,7 @@ ONLY_PARSED = {
 }
 MAKE = {  # only parsed: each is a call of what is tested elsewhere
     "demo": "rtopk demo",
-    "test": "pytest -n 2",
+    "test": "pytest -n 3",
     "test-slow": "pytest -m slow",
     "test-versions": "tests/versions.py",
     "bench": "rtopk bench",

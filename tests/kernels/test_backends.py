@@ -27,9 +27,7 @@ def test_the_choice_follows_the_tensor():
         assert kernels.backend(vector, other) is plain
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("torch", "plain"), ("cpu", "cpu"), ("triton", "device"), ("", "cpu")]
-)
+@pytest.mark.parametrize(("name", "expected"), [("torch", "plain"), ("triton", "device"), ("", "cpu")])
 def test_the_environment_forces_one(name, expected):
     if name == "triton":
         pytest.importorskip("triton")

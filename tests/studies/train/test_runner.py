@@ -55,6 +55,7 @@ def long_demo(folder):
     return parent, children
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     """They save their runs and none stays behind; the parent has no say in it."""
