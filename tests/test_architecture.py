@@ -14,8 +14,8 @@ SOURCE = Path(rtopk.__file__).parent
 # library. `tools.show` lies below the studies, which draw with it.
 LIBRARY = [
     "compat", "sparse", "layout", "seed", "schedule", "state_file", "kernels", "select", "memory", "wire", "codec",
-    "aggregate", "transport", "sparsifier", "exchange", "defaults", "replicas", "ddp", "fsdp", "local", "flower",
-    "adapters",
+    "aggregate", "transport", "sparsifier", "exchange", "defaults", "replicas", "ddp", "fsdp", "local", "torchft",
+    "flower", "adapters",
 ]  # fmt: skip
 REST = [
     "tools.show", "studies.config", "studies.tasks", "studies.train", "studies.paper", "studies.equal_bytes",
