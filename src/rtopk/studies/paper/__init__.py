@@ -48,7 +48,7 @@ class Setup:
     rates: tuple[float, ...]  # a grid that every row tries whole
     tuning_rounds: int
     beyond: int = 3  # how many rates further a row goes whose best one is at the edge
-    tuning_seeds: int = 1  # runs of each rate
+    tuning_seeds: int = 1  # runs of each rate; 0 if there is one rate, which is given
 
 
 @dataclass(frozen=True)

@@ -33,20 +33,20 @@ class Tuning:
         return max(self.tried, key=lambda rate: (self.value(rate), -rate))
 
     def value(self, rate: float) -> float:
-        """Return a rate's mean score, larger for better ones."""
-        return mean(map(score, self.tried[rate]))
+        """Return a rate's mean score, larger for better ones; 0 where the rate is given and not tuned."""
+        return mean(map(score, self.tried[rate])) if self.tried[rate] else 0.0
 
     @property
     def at_edge(self) -> bool:
         """Tell whether the best rate is the smallest or the largest of those tried."""
-        return self.rate in (min(self.tried), max(self.tried))
+        return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
 
 
 def tuning(table: Table, scale: Scale, row: TableRow, records: Mapping[str, Record]) -> Tuning:
     """Return what records, by key, say of a row's learning rate, and what to run next."""
     setup = table.setups[scale]
     grid = setup.rates
-    low, high = grid[0] / grid[1], grid[-1] / grid[-2]
+    low, high = (grid[0] / grid[1], grid[-1] / grid[-2]) if len(grid) > 1 else (1.0, 1.0)
     tried: dict[float, list[Record]] = {}
     wanted, whole = list(grid), False
     for left in range(setup.beyond, -1, -1):
@@ -137,7 +137,7 @@ def _tune(
         done = run_all(configs, file, work, jobs, progress, notes=notes)
         records |= {config.key: record for config, record in zip(configs, done, strict=True)}
         what = "tuning beyond the grid"
-    for row in rows if leads() else ():
+    for row in rows if leads() and table.setups[scale].tuning_seeds else ():
         of = {"table": table.name, "scale": scale, "row": row.label}
         note_choice(file, of, list(tuned[row].tried.values()), tuned[row].rate)
     barrier()  # nobody reads the results while a line is written
