@@ -28,7 +28,7 @@ INSIDE = {
         "jit", "simd", "threads", "loops", "draws", "rank", "union", "host", "search", "plain", "cpu",
         "programs", "device", "__init__",
     ],
-    "select": ["rule", "family", "threshold", "age", "dealt", "__init__"],
+    "select": ["rule", "family", "threshold", "age", "dealt", "chunked", "__init__"],
     "exchange": ["vector", "gathered", "shares", "owner", "reduced", "__init__"],
 }  # fmt: skip
 

@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from rtopk.layout import Layout
     from rtopk.memory import DecayedErrorFeedback, ErrorFeedback, MomentumCorrection, NoMemory
     from rtopk.schedule import constant, warm_up
-    from rtopk.select import Dealt, RAgeK, RandomK, RTopK, Rule, Threshold, TopK, random_k, rtop_k, top_k
+    from rtopk.select import (
+        Chunked,
+        Dealt,
+        RAgeK,
+        RandomK,
+        RTopK,
+        Rule,
+        Threshold,
+        TopK,
+        random_k,
+        rtop_k,
+        top_k,
+    )
     from rtopk.sparse import SparseVector
     from rtopk.sparsifier import Sparsifier
     from rtopk.transport import AllGather, InProcess
@@ -24,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AllGather",
+    "Chunked",
     "Codec",
     "Dealt",
     "DecayedErrorFeedback",

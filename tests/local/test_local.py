@@ -1,6 +1,5 @@
 """Local SGD with an outer optimizer: on two ranks of gloo, and its optimizers against torch's."""
 
-import copy
 import os
 import socket
 
@@ -11,7 +10,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from rtopk import NoMemory, rtop_k
-from rtopk.local import LocalSGD
+from rtopk.local import PRESETS, LocalSGD
+from rtopk.local.fragments import cut
 from rtopk.local.outer import SGD, Nesterov, by_name
 from rtopk.memory import DecayedErrorFeedback
 from rtopk.seed import generator
@@ -114,7 +114,9 @@ EXCHANGES = {  # name -> options; the first two are to be equal
     "gathered": {},
     "whole union": {"exchange": "all-reduce", "owner_density": "all"},
     "reduced": {"exchange": "all-reduce"},
+    "streaming": {"fragments": 2, "delay": 2, "mix": 0.5, "outer": "nesterov", "values": "fp16"},
 }
+STREAMING = {"density": 1.0, "outer": "nesterov", "fragments": 2, "delay": 2, "mix": 0.5}
 
 
 def _rank(rank, port, folder):
@@ -131,13 +133,21 @@ def _rank(rank, port, folder):
         for name, options in EXCHANGES.items():
             model = make()
             local = LocalSGD(model, 5, density=0.3, **options)
-            train(model, local, 20, rank)
+            train(model, local, 21, rank)  # with fragments and a delay, one is on its way
+            assert any(fragment.in_flight for fragment in local.fragments) == (name == "streaming")
             state = local.state_dict()
-            again = LocalSGD(copy.deepcopy(model), 5, density=0.3, **options)
+            again = LocalSGD(
+                make(), 5, density=0.3, **options
+            )  # from common weights; then what this rank had
+            again.model.load_state_dict(model.state_dict())
             again.load_state_dict(state)
             for one in (local, again):
                 train(one.model, one, 20, rank)
             torch.save([local.common, again.common], f"{folder}/{name}-{rank}.pt")
+        model = make()
+        local = LocalSGD(model, 5, **STREAMING)
+        train(model, local, STEPS, rank)
+        torch.save([local.common, model.weight.detach()], f"{folder}/by-hand-{rank}.pt")
         with torch.no_grad():
             model.weight += rank
         with pytest.raises(ValueError, match="other weights than rank 0"):
@@ -176,6 +186,73 @@ def by_hand(outer):
     return common
 
 
+def streaming_by_hand():
+    """Weight and bias are fragments: sent after steps 5, 10, ... and 3, 8, ..., applied two steps later."""
+    models = [make(), make()]
+    rngs = [torch.Generator().manual_seed(rank) for rank in (0, 1)]
+    common = {"weight": torch.full((1, 6), 0.1), "bias": torch.full((1,), 0.1)}
+    velocity = {name: torch.zeros_like(tensor) for name, tensor in common.items()}
+    arriving = {}
+    for step in range(1, STEPS + 1):
+        for model, rng in zip(models, rngs, strict=True):
+            descend(model, 1, rng)
+        for name, sent in (("weight", step % 5 == 0), ("bias", step % 5 == 3)):
+            if sent:
+                moved = [common[name] - getattr(model, name).detach() for model in models]
+                arriving[name] = step + 2, (moved[0] + moved[1]) / 2
+            due, mean = arriving.get(name, (0, None))
+            if due == step:
+                velocity[name] = 0.9 * velocity[name] + mean
+                common[name] = common[name] - 0.7 * (mean + 0.9 * velocity[name])
+                with torch.no_grad():
+                    for model in models:
+                        own = getattr(model, name)
+                        own.copy_((common[name] + own) / 2)
+    return torch.cat([common["weight"].flatten(), common["bias"]]), [m.weight.detach() for m in models]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_train(name):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    few = {"density": 0.3} if name == "sparseloco" else {}  # 64 of 4,096 is one entry of this model
+    local = LocalSGD.preset(name, model, 8, **few)
+    first = train(model, local, 8, 0)
+    assert train(model, local, 200, 1) < first
+    assert local.sent > 0
+    with pytest.raises(ValueError, match="preset must be one of diloco, streaming, sparseloco, got 'fedavg'"):
+        LocalSGD.preset("fedavg", model, 8)
+
+
+def test_a_model_is_cut_into_parts_of_equal_size():
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(6)))
+    for fragments in (1, 2, 3, 5, 12):
+        parts = cut(model, fragments)
+        names = [name for layout in parts for name in layout.names]
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+        assert all(layout.size for layout in parts)
+        if fragments <= 3:
+            assert (
+                max(layout.size for layout in parts) < 1.3 * sum(layout.size for layout in parts) / fragments
+            )
+    with pytest.raises(ValueError, match=r"fragments must be in \[1, 12\]"):
+        cut(model, 13)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"delay": 5}, "delay must be in"),
+        ({"delay": 1, "exchange": "all-reduce"}, "delay must be 0"),
+        ({"fragments": 2, "memory": NoMemory()}, "a memory of its own"),
+        ({"fragments": 9}, "fragments must be at most local_steps"),
+        ({"mix": 1.0}, "mix must be in"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        LocalSGD(make(), 5, **options)
+
+
 def test_two_ranks_stay_alike_and_do_what_the_papers_say(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -187,6 +264,11 @@ def test_two_ranks_stay_alike_and_do_what_the_papers_say(tmp_path):
         assert torch.allclose(one["weights"], by_hand(outer), atol=1e-4), outer
         assert one["loss"] < 0.5
         assert one["sent"] > 0
+    common, own = streaming_by_hand()
+    for rank in (0, 1):
+        theirs = torch.load(tmp_path / f"by-hand-{rank}.pt", weights_only=True)
+        assert torch.allclose(theirs[0], common, atol=1e-4)
+        assert torch.allclose(theirs[1], own[rank], atol=1e-4)
     found = {
         name: [torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for rank in (0, 1)]
         for name in EXCHANGES

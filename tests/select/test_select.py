@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rtopk import RandomK, RTopK, Sparsifier, TopK, defaults, random_k, rtop_k, top_k
+from rtopk import Chunked, RandomK, RTopK, Sparsifier, TopK, defaults, random_k, rtop_k, top_k
 from rtopk.seed import generator
 from rtopk.select import draw, draw_largest
 
@@ -199,6 +199,22 @@ def test_proposition_1_and_its_middle_line():
     standard_error = float(errors.std()) / math.sqrt(len(errors))
     assert standard_error < 0.01 * exact / 5
     assert abs(float(errors.mean()) - exact) < 5 * standard_error
+
+
+@given(size=st.integers(1, 90), chunk=st.integers(1, 40), seed=st.integers(0, 99), data=st.data())
+def test_chunks_send_their_largest_with_ties_to_the_left(size, chunk, seed, data):
+    k, among = data.draw(st.integers(1, size)), data.draw(st.sampled_from([1.0, 1.5, 3.0]))
+    vector = torch.randint(-3, 4, (size,), generator=generator(seed)).float()  # many ties
+    positions = Chunked(chunk, among).select(vector, k, generator("chunks", seed)).tolist()
+    assert positions == sorted(set(positions))
+    assert len(positions) == k
+    for begin in range(0, size, chunk):
+        part = vector[begin : begin + chunk].abs().tolist()
+        share = min(size, begin + chunk) * k // size - begin * k // size
+        ranked = sorted(range(len(part)), key=lambda i: (-part[i], i))[: math.ceil(share * among)]
+        chosen = {p - begin for p in positions if begin <= p < begin + chunk}
+        assert len(chosen) == share
+        assert chosen <= set(ranked)
 
 
 @given(size=st.integers(1, 200), seed=st.integers(0, 10_000), data=st.data())

@@ -1,8 +1,9 @@
-"""One replica group as a process: trains digits with compressed DiLoCo under torchft, until so many rounds.
+"""One replica group as a process: trains digits with compressed DiLoCo under torchft.
 
-    python replica_job.py NUMBER FOLDER ROUNDS LIGHTHOUSE
+    python replica_job.py NUMBER FOLDER LIGHTHOUSE
 
-Whoever starts it can make it stop between sending and committing: a file `hold-NUMBER` in the folder makes it write
+It trains until the round that the file `goal` of the folder names. Whoever starts it can make it stop between
+sending and committing: a file `hold-NUMBER` in the folder makes it write
 `held-NUMBER` there and wait until the first is gone. It appends a line of JSON to `log-NUMBER` for every round.
 """
 
@@ -24,14 +25,14 @@ from rtopk.seed import generator
 from rtopk.state_file import digest_bits
 from rtopk.studies.tasks import digits
 
-number, folder, rounds, lighthouse = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-EVERY, WAIT = 16, timedelta(seconds=20)
+number, folder, lighthouse = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+EVERY, WAIT = 8, timedelta(seconds=20)
 torch.set_num_threads(1)
 torch.manual_seed(0)
 task = digits("test")
 model = task.make_model()
 inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
@@ -62,11 +63,12 @@ manager = HeldManager(
     quorum_retries=20,
 )
 inputs, targets = task.train
+goal = folder / "goal"
 own = torch.arange(number, len(targets), 3)
 draws = generator("batches", number, os.getpid())
 with rtopk.torchft.DiLoCo(manager, [model], inner, outer, EVERY, density=0.1, values="4bit") as trainer:
     fragment = trainer._fragments[0]
-    while manager.current_step() < rounds:
+    while not goal.exists() or manager.current_step() < int(goal.read_text()):
         before = manager.current_step()
         for _ in range(EVERY):
             batch = own[torch.randint(len(own), (16,), generator=draws)]
@@ -80,6 +82,7 @@ with rtopk.torchft.DiLoCo(manager, [model], inner, outer, EVERY, density=0.1, va
             "committed": manager.current_step() > before,
             "weights": digest_bits(*common).hex(),
             "receipt": list(trainer.books[0].receipts)[-1:],
+            "process": os.getpid(),
             "loss": float(loss.detach()),
             "bytes": trainer.books[0].bytes_sent,
         }

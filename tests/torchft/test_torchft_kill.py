@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow
-ROUNDS = 40
+ROUNDS = 30  # at least, after all that happens
 SERVE = """
 import sys, time
 from torchft._torchft import LighthouseServer
@@ -50,7 +50,7 @@ class Cluster:
         job = [sys.executable, str(Path(__file__).with_name("replica_job.py"))]
         with (self.folder / f"said-{number}").open("a") as said:
             self.running[number] = subprocess.Popen(
-                [*job, str(number), str(self.folder), str(ROUNDS), self.address], stdout=said, stderr=said,
+                [*job, str(number), str(self.folder), self.address], stdout=said, stderr=said,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"},
             )  # fmt: skip
 
@@ -77,7 +77,13 @@ class Cluster:
         self.wait((self.folder / f"held-{number}").exists)
 
     def end(self) -> list[float]:
-        """Wait for all replicas; return their scores."""
+        """Let all replicas take part once more and train on for some rounds; return their scores."""
+        self.wait(
+            lambda: all(any(line["process"] == self.running[n].pid for line in self.log(n)) for n in range(3))
+        )
+        last = max(self.log(n)[-1]["step"] for n in range(3))
+        (self.folder / "draft").write_text(str(last + ROUNDS))
+        (self.folder / "draft").rename(self.folder / "goal")
         self.wait(lambda: all((self.folder / f"end-{n}").exists() for n in range(3)))
         return [json.loads((self.folder / f"end-{n}").read_text())["accuracy"] for n in range(3)]
 
@@ -108,14 +114,14 @@ def balance(cluster: Cluster) -> dict[int, list[int]]:
                 assert receipts.setdefault(line["step"], line["receipt"]) == line["receipt"], line
     tokens = [token for receipt in receipts.values() for token in receipt[0][1:]]
     assert len(set(tokens)) == len(tokens)
-    assert set(range(1, ROUNDS + 1)) <= set(weights)  # every round was committed by someone
+    assert set(weights) == set(range(1, max(weights) + 1))  # every round was committed by someone
     return {step: receipt[0][1:] for step, receipt in receipts.items()}
 
 
 def test_undisturbed(cluster):
     assert min(cluster.end()) > 88
     senders = balance(cluster)
-    assert sum(map(len, senders.values())) > 2.5 * ROUNDS
+    assert all(len(tokens) == 3 for step, tokens in senders.items() if step > max(senders) - ROUNDS + 2)
 
 
 def test_killed_between_sending_and_committing_then_back(cluster):

@@ -1,12 +1,12 @@
 """Local SGD on torch.distributed: every rank trains on its own for H steps, then the ranks synchronise.
 
 Each rank sends a payload of common - own weights, all average what they decoded in rank order, and the outer
-optimizer steps from the common weights (see `outer`). This is the federated setting for a cluster: the paper's
-with `sgd`, DiLoCo with `nesterov`, SparseLoCo with `sparseloco`. The federated experiments run on `CommonWeights`
-too, with all nodes in one process.
+optimizer steps from the common weights (see `outer`). A model may be cut into fragments that synchronise in turn,
+and a payload may travel while training goes on. `PRESETS` has the published algorithms by name. The federated
+experiments run on `CommonWeights` too, with all nodes in one process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,47 +15,31 @@ from torch import Tensor, nn
 
 from rtopk import defaults
 from rtopk.aggregate import Mean
-from rtopk.codec import Codec
-from rtopk.exchange import OWNER, ExchangeName, OwnerDensity, Vector, make_exchange
-from rtopk.layout import DenseRule, Layout, one_dimensional
-from rtopk.local.outer import SGD, Outer, by_name
-from rtopk.memory import ErrorFeedback, Memory, give_back
+from rtopk.exchange import ExchangeName, OwnerDensity, Vector, make_exchange
+from rtopk.layout import DenseRule, nothing, one_dimensional
+from rtopk.local.fragments import CommonWeights, Fragment, codec_of, cut
+from rtopk.local.outer import Outer, Pair, by_name
+from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule, as_schedule
-from rtopk.select import Selector
+from rtopk.select import Chunked, Selector
 from rtopk.sparsifier import Sparsifier
 from rtopk.state_file import digest_bits
 from rtopk.transport import AllGather, InProcess, Transport
 
+__all__ = ["PRESETS", "CommonWeights", "LocalSGD"]
 
-class CommonWeights:
-    """The weights that all nodes share, and a model that leaves them and returns to them."""
-
-    def __init__(self, model: nn.Module, layout: Layout, outer: Outer = SGD()) -> None:  # noqa: B008 -- frozen
-        self.layout = layout
-        self.outer = outer
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.common = self.vector()
-        self._outer_state: dict[str, Tensor] = {}
-
-    def vector(self) -> Tensor:
-        """Return a copy of the model's own weights as one flat vector."""
-        return self.layout.flatten({n: p.detach() for n, p in self._parameters.items()})
-
-    def update(self) -> Tensor:
-        """Return how far the model has moved: common - own weights."""
-        return self.common - self.vector()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the common weights into the model."""
-        for name, values in self.layout.unflatten(self.common).items():
-            self._parameters[name].copy_(values)
-
-    def follow(self, mean: Tensor) -> None:
-        """Take the outer step along the mean update of all nodes, and put the new weights into the model."""
-        step, self._outer_state = self.outer.step(mean, self._outer_state)
-        self.common = self.common - step
-        self.restore()
+PRESETS: dict[str, dict[str, Any]] = {
+    # Douillard et al., 2023: everything is sent, Nesterov at the centre.
+    "diloco": {"density": 1.0, "outer": "nesterov"},
+    # Douillard et al., 2025: fragments in turn, 4 bits a value, applied later and mixed with what was learnt since.
+    "streaming": {
+        "density": 1.0, "outer": "nesterov", "values": "4bit", "fragments": 4, "delay": 1, "mix": 0.5,
+    },
+    # Sarfi et al., 2025: 64 of every 4,096 entries, 2 bits a value, a decayed residual instead of outer momentum.
+    "sparseloco": {
+        "density": 64 / 4096, "outer": "sparseloco", "values": "2bit", "selector": Chunked(4096), "dense": nothing,
+    },
+}  # fmt: skip
 
 
 class UnevenGather(AllGather):
@@ -71,11 +55,15 @@ class UnevenGather(AllGather):
         return [[part.cpu() for part in got] for got in super().swap(parts)]
 
 
-class LocalSGD(CommonWeights):
+class LocalSGD:
     """Count local steps and synchronise the ranks every `local_steps`; call `step()` after the optimizer's.
 
     All ranks must start from the same weights; that is checked. Without an initialised process group the
     world is one rank. The mean is over all ranks, and without a memory over those that sent an entry.
+
+    fragments: cut the model into so many parts, each synchronised every `local_steps`, one after the other.
+    delay: apply a mean so many local steps after its payload was sent; it travels while training goes on.
+    mix: how much of its own weights a rank keeps when a mean is applied, in [0, 1).
     """
 
     def __init__(
@@ -86,73 +74,106 @@ class LocalSGD(CommonWeights):
         *,
         selector: Selector | None = None,
         outer: str | Outer = "sgd",
-        memory: Memory | None = None,
+        memory: Memory | Callable[[], Memory] | None = None,
         values: str = "fp32",
         mean: Mean | None = None,
         exchange: ExchangeName = "all-gather",
         owner_density: OwnerDensity | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.0,
         dense: DenseRule = one_dimensional,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if local_steps < 1:
-            raise ValueError(f"local_steps must be at least 1, got {local_steps}")
-        pair = by_name(outer) if isinstance(outer, str) else None
-        super().__init__(model, Layout.of(model, dense), pair.outer if pair else outer)  # type: ignore[arg-type]
-        self.model = model
-        self.local_steps = local_steps
         distributed = dist.is_available() and dist.is_initialized()
         several = distributed and dist.get_world_size(group) > 1
         gather = UnevenGather(group, next(model.parameters()).device) if several else None
         self.transport: Transport = gather or InProcess(1)
         self.world, self.rank = self.transport.nodes, self.transport.local[0]
-        if memory is None:
-            memory = pair.memory() if pair and pair.memory else ErrorFeedback()
+        kind = defaults.exchange(self.world, exchange)
+        _check(local_steps, fragments, delay, mix, kind, memory)
+        self.model, self.local_steps, self.delay, self.mix = model, local_steps, delay, mix
+        pair = by_name(outer) if isinstance(outer, str) else Pair(outer)
         schedule = as_schedule(density)
-        self.mean: Mean = mean or defaults.mean(memory)
-        keeps = getattr(memory, "keeps", True)
-        self.exchange = make_exchange(
-            defaults.exchange(self.world, exchange),
-            self.transport,
-            Vector(self.layout.size, self.layout.dense_size, self.mean, None, keeps, seed),
-            Codec(values, fingerprint=self.layout.fingerprint),
-            schedule,
-            owner_density,
-        )
-        self.sparsifier = Sparsifier(
-            selector or defaults.selector(self.world),
-            schedule,
-            memory,
-            self.exchange.codec,
-            seed,
-            node=self.rank,
-            layout=self.layout,
-        )
+        self.fragments: list[Fragment] = []
+        for number, layout in enumerate(cut(model, fragments, dense)):
+            own = memory() if callable(memory) else memory or (pair.memory or ErrorFeedback)()
+            self.mean: Mean = mean or defaults.mean(own)
+            part = make_exchange(
+                kind,
+                self.transport,
+                Vector(
+                    layout.size,
+                    layout.dense_size,
+                    self.mean,
+                    None,
+                    getattr(own, "keeps", True),
+                    seed + number,
+                ),
+                codec_of(layout, values, fixed=delay > 0),
+                schedule,
+                owner_density,
+            )
+            sparsifier = Sparsifier(
+                selector or defaults.selector(self.world),
+                schedule,
+                own,
+                part.codec,
+                seed + number,
+                node=self.rank,
+                layout=layout,
+            )
+            self.fragments.append(Fragment(model, layout, pair.outer, sparsifier, part))
         self.steps = 0
-        self.round = 0
-        self.sent = 0  # bytes of payload
         if gather is not None:
             self._check_common(gather)
 
-    def step(self) -> bool:
-        """Count a local step; synchronise if it is time, and say whether it was."""
-        self.steps += 1
-        if self.steps % self.local_steps:
-            return False
-        self.meet()
-        return True
+    @classmethod
+    def preset(cls, name: str, model: nn.Module, local_steps: int, **changes: Any) -> "LocalSGD":
+        """Make a published algorithm by its name in `PRESETS`; options that are given replace its own."""
+        if name not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+        return cls(model, local_steps, **{**PRESETS[name], **changes})
 
-    def meet(self) -> None:
-        """Exchange what every rank moved since the last time, and step from there together."""
-        payload = self.sparsifier.compress(self.update(), self.round)
-        mean, traffic = self.exchange.mean([payload], self.round)
-        self.follow(mean)
-        self.sent += round(traffic.sent)
-        self.round += 1
+    @property
+    def round(self) -> int:
+        """Return how often the whole model has been synchronised."""
+        return self.fragments[-1].round
+
+    @property
+    def common(self) -> Tensor:
+        """Return the weights that all ranks share, as one vector, one fragment after the other."""
+        return torch.cat([fragment.common for fragment in self.fragments])
+
+    @property
+    def sent(self) -> int:
+        """Return the bytes of payload that this rank has sent."""
+        return sum(fragment.sent for fragment in self.fragments)
+
+    def step(self) -> bool:
+        """Count a local step; send and apply what is due, and say whether anything was applied."""
+        self.steps += 1
+        applied = False
+        for number, fragment in enumerate(self.fragments):
+            after = self.steps - (number + 1) * self.local_steps // len(self.fragments)
+            if (after + self.delay) % self.local_steps == 0:
+                fragment.send(overlap=self.delay > 0)
+            if after % self.local_steps == 0 and fragment.in_flight:
+                fragment.apply(self.mix)
+                applied = True
+        return applied
+
+    def synchronise(self) -> None:
+        """Send and apply everything now, whatever is due; all ranks must do so at the same step."""
+        for fragment in self.fragments:
+            if not fragment.in_flight:
+                fragment.send(overlap=False)
+            fragment.apply(0.0)
 
     def _check_common(self, gather: AllGather) -> None:
-        name = torch.frombuffer(bytearray(digest_bits(self.common)), dtype=torch.uint8)
-        names = gather.start(name).wait()
+        own = digest_bits(*(fragment.common for fragment in self.fragments))
+        names = gather.start(torch.frombuffer(bytearray(own), dtype=torch.uint8)).wait()
         different = sum(not torch.equal(other, names[0]) for other in names)
         if different:
             raise ValueError(
@@ -161,26 +182,39 @@ class LocalSGD(CommonWeights):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state between two exchanges: tensors and plain values only."""
-        return {
-            "sparsifier": self.sparsifier.state_dict(),
-            **self.exchange.state(),
-            "common": self.common.clone(),
-            "outer": dict(self._outer_state),
-            "steps": self.steps,
-            "round": self.round,
-            "sent": self.sent,
-        }
+        """Return this rank's state between two steps: tensors and plain values only."""
+        return {"steps": self.steps, "fragments": [fragment.state_dict() for fragment in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of this rank."""
-        if state["common"].shape != self.common.shape:
-            raise ValueError(
-                f"state is of {state['common'].numel()} entries, this model has {self.common.numel()}"
-            )
-        self.sparsifier.load_state_dict(state["sparsifier"])
-        returned = self.exchange.load({OWNER: state[OWNER]} if OWNER in state else {})
-        if returned is not None:
-            give_back(self.sparsifier.memory, returned)
-        self.common, self._outer_state = state["common"].clone(), dict(state["outer"])
-        self.steps, self.round, self.sent = state["steps"], state["round"], state["sent"]
+        parts = state.get("fragments", [state])  # versions before 0.2 had one, not in a list
+        if len(parts) != len(self.fragments):
+            raise ValueError(f"state is of {len(parts)} fragments, this has {len(self.fragments)}")
+        before = self.state_dict()["fragments"]
+        try:
+            for fragment, part in zip(self.fragments, parts, strict=True):
+                fragment.load_state_dict(part)
+        except Exception:
+            for fragment, part in zip(self.fragments, before, strict=True):
+                fragment.load_state_dict(part)
+            raise
+        self.steps = state["steps"]
+
+
+def _check(local_steps: int, fragments: int, delay: int, mix: float, exchange: str, memory: object) -> None:
+    if local_steps < 1:
+        raise ValueError(f"local_steps must be at least 1, got {local_steps}")
+    if fragments > local_steps:
+        raise ValueError(f"fragments must be at most local_steps, {local_steps}, got {fragments}")
+    if not 0 <= delay < local_steps:
+        raise ValueError(f"delay must be in [0, local_steps), got {delay} with local_steps {local_steps}")
+    if not 0.0 <= mix < 1.0:
+        raise ValueError(f"mix must be in [0, 1), got {mix}")
+    if delay and exchange != "all-gather":
+        raise ValueError(
+            f"delay must be 0 with exchange='all-reduce', whose owners answer in the round, got {delay}"
+        )
+    if fragments > 1 and memory is not None and not callable(memory):
+        raise ValueError(
+            "every fragment needs a memory of its own: give a class or a function that makes one"
+        )

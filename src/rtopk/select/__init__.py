@@ -4,6 +4,7 @@ All choose from finite vectors, as a memory returns them. docs/rivals.md compare
 """
 
 from rtopk.select.age import RAgeK
+from rtopk.select.chunked import Chunked
 from rtopk.select.dealt import Dealt
 from rtopk.select.family import RandomK, RTopK, TopK, draw, draw_largest, random_k, rtop_k, top_k
 from rtopk.select.rule import METHODS, Rule, Selector, as_rule
@@ -11,6 +12,7 @@ from rtopk.select.threshold import Threshold
 
 __all__ = [
     "METHODS",
+    "Chunked",
     "Dealt",
     "RAgeK",
     "RTopK",
