@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rtopk import ddp as ddp
     from rtopk import fsdp as fsdp
+    from rtopk import torchft as torchft
     from rtopk.aggregate import average, average_sparse
     from rtopk.codec import Codec, PayloadError
     from rtopk.layout import Layout
@@ -63,7 +64,7 @@ __all__ = [
     "warm_up",
 ]
 _HOMES = ("aggregate", "codec", "layout", "memory", "schedule", "select", "sparse", "sparsifier", "transport")
-_ENGINES = ("ddp", "fsdp")
+_ENGINES = ("ddp", "fsdp", "torchft")
 
 if (Path(__file__).parent / "ops.py").exists():  # EleutherAI/rtopk has the same name
     raise ImportError(

@@ -149,10 +149,26 @@ def test_two_killed_at_once(cluster):
     assert len(cluster.log(0)) > alone
 
 
-def test_a_slow_replica_and_a_lighthouse_that_restarts(cluster):
+def test_a_slow_replica(cluster):
     cluster.running[1].send_signal(signal.SIGSTOP)
     time.sleep(3)
     cluster.running[1].send_signal(signal.SIGCONT)
-    cluster.restart_lighthouse()
     assert min(cluster.end()) > 88
     balance(cluster)
+
+
+def test_a_lighthouse_that_restarts(cluster):
+    cluster.restart_lighthouse()
+    assert cluster.address
+    assert min(cluster.end()) > 88
+    balance(cluster)
+
+
+def test_the_example_survives_a_kill():
+    program = Path(__file__).parents[2] / "examples/with_torchft.py"
+    done = subprocess.run([sys.executable, program, "--kill"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "replica 2 is killed" in done.stdout
+    last = [line for line in done.stdout.splitlines() if "round 60" in line]
+    assert last, done.stdout
+    assert all(float(line.partition("accuracy ")[2].split(",")[0]) > 80 for line in last)
