@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from rtopk import Codec, ErrorFeedback, Layout, Sparsifier, defaults
 from rtopk.exchange import Vector, make_exchange
+from rtopk.layout import DenseRule, one_dimensional
 from rtopk.schedule import as_schedule
 from rtopk.seed import derive, generator
 from rtopk.transport import InProcess
@@ -111,12 +112,13 @@ def reference(
     weights: list[float] | None = None,
     lr: float = 0.1,
     loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
+    dense: DenseRule = one_dimensional,
 ) -> nn.Module:
     """Train as the paper's Algorithm 1 says, all nodes in one process, one after the other."""
     parameters = dict(model.named_parameters())
-    layouts = {"": Layout.of(model)}
+    layouts = {"": Layout.of(model, dense)}
     if scope == "bucket":
-        layouts = {name: Layout.of([(name, tensor)]) for name, tensor in parameters.items()}
+        layouts = {name: Layout.of([(name, tensor)], dense) for name, tensor in parameters.items()}
     exchanges = {
         name: make_exchange(
             exchange,

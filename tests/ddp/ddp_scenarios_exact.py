@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import rtopk
-from rtopk import Dealt, MomentumCorrection, NoMemory, RandomK, TopK, compat
+from rtopk import Dealt, MomentumCorrection, NoMemory, RandomK, RTopK, TopK, compat
+from rtopk.layout import nothing
 
 STEPS = 5  # DDP rebuilds its buckets after the first
 
@@ -32,6 +33,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "schedule": {"density": rtopk.warm_up(0.05, steps=3)},
     "all_reduce": {"exchange": "all-reduce"},
     "all_reduce_bucket": {"exchange": "all-reduce", "scope": "bucket", "values": "4bit"},
+    "paper": {"preset": "paper"},
+    "dgc": {"preset": "dgc"},
+}
+PUBLISHED: dict[str, dict[str, Any]] = {  # the reference has no presets
+    "paper": {"selector": RTopK(nodes=2), "dense": nothing},
+    "dgc": {"selector": TopK(), "memory": MomentumCorrection, "scope": "bucket"},
 }
 MORE: dict[str, dict[str, Any]] = {
     "4bit_bucket": {"values": "4bit", "rounding": "stochastic", "scope": "bucket"},
@@ -69,7 +76,7 @@ def _against_the_reference(at: Place, variants: dict[str, dict[str, Any]]) -> di
         model = net()
         state = rtopk.ddp.register(wrap(model), **{"density": 0.05, **options})
         train(state.model, sgd(model), range(STEPS), at.rank)
-        expected = reference(net(), STEPS, at.world, **{**told.get(name, {}), **options})
+        expected = reference(net(), STEPS, at.world, **{**told.get(name, {}), **PUBLISHED.get(name, options)})
         found[name] = [bits(model), bits(expected)]
     return found
 

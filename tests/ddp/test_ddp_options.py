@@ -33,6 +33,16 @@ def test_a_selector_may_be_given_by_name_and_anything_else_is_refused_at_once():
             Options(selector=wrong).resolved(4)
 
 
+def test_presets_are_the_published_algorithms_and_nothing_else():
+    paper = Options(preset="paper").resolved(4)
+    assert (paper.selector, paper.mean, paper.preset) == (RTopK(nodes=4), "nodes", None)
+    assert Options(preset="dgc", scope="bucket").resolved(4).memory == "momentum-correction"
+    with pytest.raises(ValueError, match=r"preset must be one of \('paper', 'dgc'\), got 'topk'"):
+        Options(preset="topk").resolved(4)
+    with pytest.raises(ValueError, match="preset 'paper' has mean='nodes', got 'received'"):
+        Options(preset="paper", mean="received").resolved(4)
+
+
 def test_every_option_is_in_the_signature_and_explained():
     """One dataclass is signature, help and check: a field without a line of help would be missed here."""
     parameters = inspect.signature(rtopk.ddp.register).parameters

@@ -77,10 +77,9 @@ class Cluster:
         self.wait((self.folder / f"held-{number}").exists)
 
     def end(self) -> list[float]:
-        """Let all replicas take part once more and train on for some rounds; return their scores."""
-        self.wait(
-            lambda: all(any(line["process"] == self.running[n].pid for line in self.log(n)) for n in range(3))
-        )
+        """Let all replicas take part in a round again and train on for some rounds; return their scores."""
+        seen = [len(self.log(n)) for n in range(3)]
+        self.wait(lambda: any(len(s["receipt"][0]) == 4 for n in range(3) for s in self.log(n)[seen[n] :]))
         last = max(self.log(n)[-1]["step"] for n in range(3))
         (self.folder / "draft").write_text(str(last + ROUNDS))
         (self.folder / "draft").rename(self.folder / "goal")

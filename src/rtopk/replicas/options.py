@@ -22,7 +22,7 @@ from rtopk import defaults
 from rtopk.aggregate import Mean, check_weights
 from rtopk.codec import Codec
 from rtopk.exchange import Exchange, ExchangeName, OwnerDensity, Vector, check_exchange, make_exchange
-from rtopk.layout import DenseRule, Layout, one_dimensional
+from rtopk.layout import DenseRule, Layout, nothing, one_dimensional
 from rtopk.memory import MEMORIES, Memory
 from rtopk.replicas.control import by_rank
 from rtopk.schedule import Constant, Schedule, WarmUp, as_schedule, check_density
@@ -45,6 +45,12 @@ CHOICES = {
 }
 LEAST = {"dense_steps": 0, "verify_every": 0, "max_skips": 1}
 OWN = {"dense", "scaler", "optimizer", "attach"}  # may differ between ranks; `dense` shows in the layout
+PRESETS: dict[str, dict[str, Any]] = {
+    # The paper's Algorithm 1 as printed: k of the n k largest of the whole gradient, the mean over the nodes.
+    "paper": {"selector": "rtop-k", "memory": "error-feedback", "mean": "nodes", "dense": nothing},
+    # Lin et al., 2018: the largest of each tensor with two dimensions or more, momentum at the nodes, masked.
+    "dgc": {"selector": "top-k", "memory": "momentum-correction", "mean": "nodes", "scope": "bucket"},
+}
 BYTES = 8192  # of the description that is exchanged
 SHOWN = 200  # characters of one value in it; longer ones are cut and carry a hash
 # Where schedules are compared at registration. Other differences show in the step where they occur.
@@ -63,6 +69,8 @@ class Options:
     """How replicas exchange gradients.
 
     density: share of the entries to send, in addition to the dense ones, or a schedule such as rtopk.warm_up.
+    preset: a published algorithm, which sets selector, memory, mean, dense and scope: "paper" (rTop-k, Algorithm 1)
+        or "dgc" (Deep Gradient Compression; its warm-up is a schedule of `density`).
     selector: which entries to send: a rule, or its name ("top-k", "rtop-k", ...). Default: k drawn from the 2 k
         largest, RTopK(r_over_k=2); on one rank, the k largest. The paper's is RTopK(nodes=world size); with
         Dealt(world size) no two ranks send the same entry.
@@ -95,6 +103,7 @@ class Options:
 
     density: float | Schedule = 0.001
     _: KW_ONLY
+    preset: str | None = None
     selector: Selector | str | None = None
     memory: str | Callable[[], Memory] = "error-feedback"
     values: str = "fp32"
@@ -118,6 +127,8 @@ class Options:
 
     def resolved(self, nodes: int) -> "Options":
         """Fill in the defaults that depend on others; raise ValueError for what makes no sense."""
+        if self.preset is not None:
+            return replace(self, preset=None, **self._as_published()).resolved(nodes)
         if isinstance(self.memory, str) and self.memory not in MEMORIES:
             raise ValueError(f"memory must be one of {tuple(MEMORIES)} or a function that makes one, "
                              f"got {self.memory!r}")  # fmt: skip
@@ -151,6 +162,20 @@ class Options:
             )
         found.codec()  # refuses unknown values
         return found
+
+    def _as_published(self) -> dict[str, Any]:
+        """Return the options of the preset; raise ValueError if one was given another value."""
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset must be one of {tuple(PRESETS)}, got {self.preset!r}")
+        own = PRESETS[self.preset]
+        usual = {field.name: field.default for field in fields(self)}
+        for name, value in own.items():
+            given = getattr(self, name)
+            if given not in (usual[name], value):
+                raise ValueError(
+                    f"preset {self.preset!r} has {name}={value!r}, got {given!r}: leave out one of the two"
+                )
+        return own
 
     def make_memory(self) -> Memory:
         """Make the memory of one vector."""
