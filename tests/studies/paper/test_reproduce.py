@@ -60,7 +60,12 @@ def data(tiny, monkeypatch):
         one.cache_clear()
 
 
-@pytest.mark.parametrize("number", TABLES)
+def mostly_slow(names, *quick):
+    """Run a few of many in the default suite: each takes seconds."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names]
+
+
+@pytest.mark.parametrize("number", mostly_slow(TABLES, 1, 5))
 def test_every_row_of_every_table_runs(number, data, tmp_path):
     chosen = TABLES[number]
     rows = run_table(chosen, chosen.rows, "smoke", 1, 1, tmp_path, tmp_path / "work", quietly)
@@ -87,7 +92,7 @@ def test_every_row_of_every_table_runs(number, data, tmp_path):
     assert read(results_file(tmp_path, chosen, "smoke")) == records  # nothing ran again
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", mostly_slow(STUDIES, "nodes", "shipped", "shared-rate-4"))
 def test_studies_run(name, data, tmp_path):
     chosen = STUDIES[name]
     rows = run_table(chosen, chosen.rows, "smoke", 1, 1, tmp_path, tmp_path / "work", quietly)
