@@ -239,3 +239,24 @@ def test_sites_of_a_sharded_model_exchange_only_what_crosses_the_link():
 
 if __name__ == "__main__":
     _alone(sys.argv[1])
+
+
+@pytest.mark.slow
+def test_outer_steps_under_torchft():
+    """torchft's own DiLoCo and ours, each under a lighthouse of its own."""
+    pytest.importorskip("torchft")
+    few = (("diloco", None, None), ("rtopk", 0.01, "4bit"))
+    plan = LinkPlan(
+        ("small",),
+        rounds=1,
+        steps=2,
+        compute_ms=3.0,
+        methods=few,
+        nodes=(2,),
+        loopback=True,
+        engine="torchft",
+    )
+    ((theirs, ours),) = measure(plan)
+    assert theirs.payload_bytes == 4 * theirs.size
+    assert ours.payload_bytes < theirs.payload_bytes / 100
+    assert min(theirs.step_ms, ours.step_ms) >= 3.0

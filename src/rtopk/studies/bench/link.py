@@ -35,7 +35,12 @@ SHARDED: tuple[tuple[str, float | None, str | None], ...] = (
     ("hsdp", None, None),
     *(key for key in METHODS if key[0] == "rtopk"),
 )
-ENGINES = {"ddp": METHODS, "fsdp": SHARDED}
+REPLICAS: tuple[tuple[str, float | None, str | None], ...] = (
+    ("diloco", None, None),
+    *(key for key in METHODS if key[0] == "rtopk"),
+)
+ORDER = list(dict.fromkeys((SHARDED[0], REPLICAS[0], *METHODS)))  # of the rows of a table
+ENGINES = {"ddp": METHODS, "fsdp": SHARDED, "torchft": REPLICAS}
 OFF = ("off", None, None)
 WARM = 2  # steps until residuals, thresholds and connections are in their usual state
 SLOW = 10.0  # seconds; steps longer than this are taken once, they need no median
@@ -53,7 +58,7 @@ class LinkPlan:
     compute_ms: float | None = None  # None: measured
     loopback: bool = False  # no hosts, no shaping
     methods: tuple[tuple[str, float | None, str | None], ...] = METHODS
-    engine: str = "ddp"  # or "fsdp": nodes are then sites of two ranks each
+    engine: str = "ddp"  # or "torchft"; or "fsdp": nodes are then sites of two ranks each
 
     @property
     def per_host(self) -> int:
@@ -159,6 +164,7 @@ class Cell:
         bytes_each = {
             "dense": 4 * share,
             "hsdp": 4 * share,
+            "diloco": 4 * share,
             "fp16": 2 * share,
             "topk-allgather": 12 * (density or 0.0),
         }
@@ -182,7 +188,7 @@ def measure_cell(plan: LinkPlan, ranks: Ranks, cell: Cell, tell: Callable[[str],
                 f"({number} of {plan.rounds * (len(plan.methods) + 1)})"
             )
             visit = {"method": method, "density": density, "values": values, "compute_ms": cell.compute_ms}
-            warm = 0 if slow else 1 if method in ("off", "dense", "fp16", "hsdp") else WARM
+            warm = 0 if slow else 1 if method in ("off", "dense", "fp16", "hsdp", "diloco") else WARM
             keep = cell.size < 20_000_000 and turn + 1 < plan.rounds  # residuals of large models fill memory
             answers = ranks.order("visit", **visit, steps=1 if slow else plan.steps, warm=warm, keep=keep)
             visits.setdefault(key, []).append(answers)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rtopk.studies.bench.link import ENGINES, METHODS, LinkRow
+from rtopk.studies.bench.link import METHODS, ORDER, LinkRow
 from rtopk.tools.show.palette import mixed, rate, style, with_density
 from rtopk.tools.show.terminal import markdown as markdown_table
 from rtopk.tools.show.terminal import table
@@ -64,7 +64,7 @@ def cells(rows: Sequence[LinkRow]) -> list[list[LinkRow]]:
             row.per_host,
             row.nodes,
             0.0 if row.mbit is None else 1 / row.mbit,
-            ENGINES["fsdp" if row.per_host > 1 else "ddp"].index((row.method, row.density, row.values)),
+            ORDER.index((row.method, row.density, row.values)),
         ),
     )
     return [

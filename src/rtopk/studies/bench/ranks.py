@@ -225,11 +225,15 @@ class Rank:
         """What a step runs."""
         return self.ddp
 
+    def after_backward(self) -> None:
+        """Do what belongs to a step besides its backward pass."""
+
     def _step(self) -> dict[str, Any]:
         module = self.module
         module.zero_grad()
         started, worked = time.perf_counter(), time.process_time()
         module(self.start).backward()
+        self.after_backward()
         taken, worked = time.perf_counter() - started, time.process_time() - worked
         return {"step": taken, "cpu": worked, **vars(self.current.finish())}
 
@@ -241,7 +245,11 @@ def _dispatch(rank: Rank, bucket: dist.GradBucket) -> torch.futures.Future[torch
 def _rank_of(engine: str) -> type[Rank]:
     if engine == "ddp":
         return Rank
-    from rtopk.studies.bench.sites import SiteRank  # it imports this file
+    if engine == "torchft":
+        from rtopk.studies.bench.replicas import ReplicaRank  # it imports this file
+
+        return ReplicaRank
+    from rtopk.studies.bench.sites import SiteRank  # so does this
 
     return SiteRank
 

@@ -70,7 +70,7 @@ def link(
     markdown: bool = typer.Option(False, "--markdown", help="Print tables for docs/links.md."),
     quick: bool = typer.Option(False, "--quick", help="ResNet-18 at 100 Mbit/s, in under 3 minutes."),
     loopback: bool = typer.Option(False, "--loopback", help="Without root: 127.0.0.1, no limits."),
-    engine: str = typer.Option("ddp", "--engine", help="ddp, or fsdp: nodes are sites of two ranks."),
+    engine: str = typer.Option("ddp", "--engine", help="ddp, torchft, or fsdp: sites of two ranks."),
     model: list[str] = typer.Option([], "--model", help="resnet18, lstm1500 or small; repeat."),
     mbit: list[float] = typer.Option([], "--mbit", min=0, help="Mbit/s, 0 is unshaped; repeat."),
     nodes: list[int] = typer.Option([], "--nodes", min=2, max=64, help="Number of hosts; repeat."),
@@ -101,8 +101,9 @@ def link(
     if unknown := set(model) - set(MODELS):
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, got {', '.join(unknown)}")
     plan = bench.QUICK if quick else bench.LinkPlan()
-    if engine == "fsdp":
-        plan = replace(plan, engine=engine, methods=bench.SHARDED, nodes=(2,))
+    plan = replace(
+        plan, engine=engine, methods=bench.ENGINES[engine], nodes=(2,) if engine == "fsdp" else plan.nodes
+    )
     plan = replace(
         plan,
         models=tuple(model) or plan.models,
