@@ -237,10 +237,6 @@ def test_sites_of_a_sharded_model_exchange_only_what_crosses_the_link():
     assert "2 sites of 2 ranks" in markdown([native, ours])
 
 
-if __name__ == "__main__":
-    _alone(sys.argv[1])
-
-
 @pytest.mark.slow
 def test_outer_steps_under_torchft():
     """torchft's own DiLoCo and ours, each under a lighthouse of its own."""
@@ -260,3 +256,7 @@ def test_outer_steps_under_torchft():
     assert theirs.payload_bytes == 4 * theirs.size
     assert ours.payload_bytes < theirs.payload_bytes / 100
     assert min(theirs.step_ms, ours.step_ms) >= 3.0
+
+
+if __name__ == "__main__":
+    _alone(sys.argv[1])
