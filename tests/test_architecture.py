@@ -25,7 +25,7 @@ ORDER = [*LIBRARY, *REST]
 # Inside a room the order is free, but for these, whose files are stages of their own.
 INSIDE = {
     "kernels": [
-        "jit", "simd", "threads", "loops", "draws", "rank", "union", "host", "search", "plain", "cpu",
+        "jit", "simd", "instructions", "threads", "loops", "draws", "rank", "union", "host", "search", "plain", "cpu",
         "programs", "device", "__init__",
     ],
     "select": ["rule", "family", "threshold", "age", "dealt", "__init__"],

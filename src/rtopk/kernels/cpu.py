@@ -17,6 +17,7 @@ Each thread does this for its own range. Ranges are consecutive, so candidates a
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk.kernels import draws, loops, plain, rank
+from rtopk.kernels import draws, jit, loops, plain, rank
 from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, stride
 from rtopk.kernels.threads import Cuts, ranges, together
 from rtopk.kernels.union import union as by_bitmap
@@ -37,6 +38,35 @@ SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap 
 def serves(*vectors: Tensor) -> bool:
     """Serve contiguous fp32 vectors in host memory."""
     return all(v.dtype == torch.float32 and v.is_cpu and v.is_contiguous() and v.dim() == 1 for v in vectors)
+
+
+_ready: bool | None = None
+
+
+def ready() -> bool:
+    """Return whether the loops of a step are compiled, or on disk; the first time let them be compiled if not."""
+    global _ready
+    if _ready is None:
+        entries: Any = loops.reaches, loops.add, loops.scan, loops.pick, loops.take_out, rank.tally
+        _ready = jit.waits() or all(jit.on_disk(loop) for loop in entries)
+        if not _ready:
+            jit.behind(_prepare)
+    return _ready or jit.waits()
+
+
+def _prepare() -> None:
+    """Have the loops of a step compiled by calling them, with little to do."""
+    global _ready
+    vector, search = torch.arange(1.0, 4097.0), Search(3000.0, 64)
+    reaches(vector, math.inf)
+    found = accumulate_(vector.clone(), vector, search, None, 0.0, 1.0, 1.0)
+    assert found is not None
+    picked = pick(found, 64, partial(draws.draw_words, 64, 8, 0), 8)
+    subtract_(vector, picked.positions, picked.values, 1.0)
+    scan(vector, search)
+    rank.rth_bin([vector.numpy()], 8)
+    by_bitmap([picked.positions], vector.numel())
+    _ready = True
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
