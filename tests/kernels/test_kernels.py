@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels
-from rtopk.kernels import draws, jit, simd
+from rtopk.kernels import draws, jit
 from rtopk.kernels.search import CHECKS, LARGE, Search
+from rtopk.kernels.simd import deposit
 from rtopk.seed import generator
 from rtopk.select import draw
 from rtopk.sparse import SparseVector
@@ -132,12 +133,12 @@ def test_bits_are_deposited_with_and_without_the_instruction(bits, mask):
     lowest = np.uint64(bits & ((1 << len(places)) - 1))  # by steps, bits beyond the mask are not dropped
     assert int(deposited(lowest, np.uint64(mask))) == expected
     with np.errstate(over="ignore"):
-        assert int(simd.deposit_by_steps(lowest, np.uint64(mask))) == expected
+        assert int(deposit(lowest, np.uint64(mask))) == expected
 
 
 @jit.entry
 def deposited(bits, mask):
-    return simd.deposit(bits, mask)
+    return deposit(bits, mask)
 
 
 MEMORIES = {

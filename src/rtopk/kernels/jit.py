@@ -249,8 +249,8 @@ def _numba() -> Any:
             if not self.said and found.data["dispatcher"].py_func.__module__.startswith("rtopk."):
                 self.said = True
                 logging.getLogger("rtopk").warning(
-                    "rtopk compiles its loops for this processor, in the background; until then, some 10 to 30 s, "
-                    "steps are slower. numba keeps the loops on disk"
+                    "rtopk compiles its loops for this processor; until that is done, some 10 to 30 s, steps are "
+                    "slower. numba keeps them on disk"
                 )
 
         def on_end(self, found: Any) -> None:
