@@ -137,9 +137,7 @@ def _against_native(at: Place, settings: dict[str, dict[str, Any]]) -> dict[str,
         theirs = native(mesh, make(), **(how or {}))
         with warnings.catch_warnings():
             if make is compiled:
-                warnings.simplefilter(
-                    "ignore"
-                )  # Dynamo's own: in torch 2.15 it reads the .grad of a tensor that is no leaf
+                warnings.simplefilter("ignore")  # Dynamo's own, in torch 2.15: a .grad of no leaf
             for model in (ours, theirs):
                 loop(model, optimizer(model), range(4), at.rank, **({"loss": loss} if loss else {}))
         found[name] = [weights(ours), weights(theirs)]
