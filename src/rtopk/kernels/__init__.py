@@ -58,6 +58,10 @@ class Backend(Protocol):
         """Add a gradient to a residual and note candidates in the same pass."""
 
     @property
+    def add_to(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """Write the sum of a residual and a gradient to another vector."""
+
+    @property
     def scan(self) -> Callable[[Tensor, Search], Candidates]:
         """Note the candidates of a vector; NaN and Inf are among them."""
 
@@ -160,6 +164,15 @@ def accumulate_(
     found = backend(*moved).accumulate_(residual, gradient, search, velocity, momentum, scale, decay)
     if search is not None:
         search.found = found
+
+
+def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
+    """Write residual + gradient to `out`; the gradient may have any shape."""
+    if gradient.is_contiguous():
+        gradient = gradient.view(-1)
+        backend(out, residual, gradient).add_to(out, residual, gradient)
+    else:
+        torch.add(residual.view(gradient.shape), gradient, out=out.view(gradient.shape))
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:

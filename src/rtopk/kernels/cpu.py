@@ -108,6 +108,17 @@ def accumulate_(
     return _collect(loop, residual.numel(), search, partial(_sums, arrays, momentum, scale))
 
 
+def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
+    """Write residual + gradient to `out`. From numpy: torch's threads would wait for one that was put aside."""
+    arrays = [_array(vector) for vector in (residual, gradient, out)]
+    together([partial(_add, *(array[a:b] for array in arrays)) for a, b in ranges(out.numel(), 64)])
+
+
+def _add(residual: Any, gradient: Any, out: Any) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever adds looks for Inf and NaN
+        np.add(residual, gradient, out=out)
+
+
 def scan(vector: Tensor, search: Search) -> Candidates:
     """Return the entries at or above a floor; NaN and Inf are the largest of all."""
     array = _array(vector)

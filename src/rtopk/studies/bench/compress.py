@@ -10,6 +10,8 @@ threshold. All draw k of the r largest with the same generator.
 """
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
+from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback
 from rtopk.seed import generator
 from rtopk.select import RTopK, draw
@@ -76,6 +79,23 @@ class Fused:
         self.node.compress(gradient, step)
 
 
+class Hook(Fused):
+    """This library as its DDP hook runs it: sums go to a second residual, so that a step can be undone."""
+
+    def __init__(self, d: int, k: int) -> None:
+        super().__init__(d, k)
+        self.node.layout = Layout(("gradient",), ((d,),), dense_size=0)
+
+    def step(self, gradient: Tensor, step: int) -> None:
+        """Accumulate, select, take out."""
+        self.memory.snapshot()
+        if self.memory.residual is None:
+            self.node.compress(gradient, step)
+        else:
+            self.memory.put(0, gradient)
+            self.node.compress(None, step)
+
+
 class FullTopK:
     """The usual way: abs().topk over the whole vector."""
 
@@ -121,6 +141,7 @@ def _send(residual: Tensor, best: Tensor, k: int, step: int) -> None:
 METHODS: dict[str, Callable[[int, int], Method]] = {
     "floor": Floor,
     "rtopk": Fused,
+    "hook": Hook,
     "topk": FullTopK,
     "dgc": SampledThreshold,
 }
@@ -134,7 +155,7 @@ class CompressRow:
     density: float
     threads: int
     data: str  # synthetic or real
-    method: str  # rtopk, topk, dgc or floor
+    method: str  # rtopk, hook, topk, dgc or floor
     ms: float
     over_floor: float
 
@@ -207,6 +228,26 @@ def compare(
         CompressRow(d, density, threads, kind, name, 1e3 * median(taken), median(ratios[name]))
         for name, taken in seconds.items()
     ]
+
+
+def beside_neighbour(gradients: Gradients, density: float, repetitions: int) -> tuple[float, float]:
+    """Return the milliseconds of a step with one and with two threads, beside a process that spins."""
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    before, taken = torch.get_num_threads(), ([], [])  # type: tuple[int, tuple[list[float], list[float]]]
+    try:
+        methods = [Hook(gradients.size, entries_sent(gradients.size, density)) for _ in taken]
+        for step in range(repetitions):
+            for threads, method in enumerate(methods, 1):
+                torch.set_num_threads(threads)
+                begin = time.perf_counter()
+                method.step(gradients.at(step), step)
+                taken[threads - 1].append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+        spinning.kill()
+        spinning.wait()
+    one, two = (1e3 * statistics.mean(times[WARM:]) for times in taken)
+    return one, two
 
 
 @dataclass(frozen=True)
