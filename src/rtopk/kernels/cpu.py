@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rtopk.kernels import draws, jit, loops, plain, rank
 from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, stride
-from rtopk.kernels.threads import Cuts, ranges, together
+from rtopk.kernels.threads import INLINE, Cuts, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
@@ -37,7 +37,10 @@ SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap 
 
 def serves(*vectors: Tensor) -> bool:
     """Serve contiguous fp32 vectors in host memory."""
-    return all(v.dtype == torch.float32 and v.is_cpu and v.is_contiguous() and v.dim() == 1 for v in vectors)
+    for v in vectors:  # no generator: this is asked at every turn
+        if v.dtype != torch.float32 or not v.is_cpu or v.dim() != 1 or not v.is_contiguous():
+            return False
+    return True
 
 
 _ready: bool | None = None
@@ -81,6 +84,8 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
     array, bound = _array(vector), _key(limit)
+    if array.size < INLINE:
+        return loops.reaches(array, 0, array.size, bound)
     return any(together([partial(loops.reaches, array, a, b, bound) for a, b in ranges(array.size, 64)]))
 
 
