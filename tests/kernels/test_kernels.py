@@ -2,8 +2,10 @@
 
 import multiprocessing
 import threading
+import time
 import tracemalloc
 import warnings
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels
-from rtopk.kernels import draws, jit
+from rtopk.kernels import draws, jit, threads
 from rtopk.kernels.search import CHECKS, LARGE, Search
 from rtopk.kernels.simd import deposit
 from rtopk.seed import generator
@@ -29,6 +31,31 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+def test_work_that_threads_slow_down_stays_in_one_for_a_while(two_threads, monkeypatch):
+    monkeypatch.setattr(threads, "_trials", {})
+    seen = []
+
+    def work(seconds):
+        seen.append(threading.get_ident())
+        time.sleep(seconds)
+
+    def run(seconds):
+        seen.clear()
+        threads.together([partial(work, seconds)] * 2)
+        return set(seen)
+
+    trial = None
+    for pause in (4, 8, 16):  # a sleep takes no processor time: one thread would have been faster
+        run(0.02)
+        trial = threads._trials[work]
+        assert trial.left == trial.pause == pause
+        for left in reversed(range(pause)):
+            assert run(0.0) == {threading.get_ident()}
+            assert trial.left == left
+    trial.judge(elapsed=1.0, alone=1.9)
+    assert (trial.left, trial.pause) == (0, 4)
 
 
 def slow_largest(vector, r):

@@ -151,6 +151,12 @@ def waits() -> bool:
     return _waits or threading.current_thread() is _worker
 
 
+def compile_at_once() -> None:
+    """Compile loops where they are called, from now on: for measurements."""
+    global _waits
+    _waits = True
+
+
 def behind(task: Callable[[], None]) -> None:
     """Let a thread do a task that compiles loops, after those that it has been given before."""
     global _worker, _waits
