@@ -29,10 +29,11 @@ JUDGE = threads._Trial.judge
 
 @pytest.fixture
 def two_threads(monkeypatch):
-    """Both are used, also where a busy machine makes that slower."""
+    """Both are used, also where a busy machine makes that slower, and share their work in small pieces."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     monkeypatch.setattr(threads, "_trials", {})
+    monkeypatch.setattr(threads, "PIECE", 1 << 14)
     monkeypatch.setattr(threads._Trial, "judge", lambda self, elapsed, alone: None)
     yield
     torch.set_num_threads(before)
