@@ -100,6 +100,7 @@ def forced() -> str | None:
 _order = sorted(BACKENDS.values(), key=lambda backend: backend is not BACKENDS.get(forced() or ""))
 
 
+STAND_IN = 1 << 24  # entries; with more, steps without compiled loops take longer than compiling
 _stand_in = True
 
 
@@ -107,13 +108,13 @@ def _serving(*vectors: Tensor) -> Backend:
     return next(found for found in _order if found.serves(*vectors))
 
 
-def _at_work(found: Backend) -> Backend:
-    return plain if found is cpu and _stand_in and not cpu.ready() else found
+def _at_work(found: Backend, size: int) -> Backend:
+    return plain if found is cpu and _stand_in and size <= STAND_IN and not cpu.ready() else found
 
 
 def backend(*vectors: Tensor) -> Backend:
     """Return the backend for these vectors; while the loops of `cpu` are being compiled, `torch` stands in."""
-    return _at_work(_serving(*vectors))
+    return _at_work(_serving(*vectors), vectors[0].numel())
 
 
 @contextmanager
@@ -232,4 +233,4 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     >>> union([torch.tensor([1, 5]), torch.tensor([0, 5])], 8)
     (tensor([0, 1, 5]), [tensor([1, 2]), tensor([0, 2])])
     """
-    return _at_work(_order[0]).union(lists, size)
+    return _at_work(_order[0], size).union(lists, size)

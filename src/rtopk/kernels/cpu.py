@@ -147,7 +147,7 @@ def _unchecked(floor: float, r: int) -> Search:
 
 def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:
     """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
-    parts = [(positions.numpy(), values.numpy()) for positions, values in candidates.parts]
+    parts = [(_places(positions), values.numpy()) for positions, values in candidates.parts]
     search = partial(rank.rth, [values for _, values in parts], r, int(_key(candidates.floor)))
     drawing: list[Callable[[], Any]] = [search, words if callable(words) else lambda: words]
     end, bits = together(drawing, len(candidates))
@@ -186,6 +186,12 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     if few or not all(positions.is_cpu for positions in lists):
         return plain.union(lists, size)
     return by_bitmap(lists, size)
+
+
+def _places(positions: Tensor) -> Any:
+    """Return positions as our own loops find them: another backend, which stood in for them, has int64 always."""
+    fit = positions.numel() == 0 or int(positions[-1]) < 2**31
+    return (positions.to(torch.int32) if fit else positions).numpy()
 
 
 def _array(vector: Tensor) -> Any:

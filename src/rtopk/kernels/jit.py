@@ -41,7 +41,7 @@ uint16: Any = np.uint16
 uint32: Any = np.uint32
 uint64: Any = np.uint64
 
-LITTLE = 1 << 20  # bytes of its arrays that a call may have to be interpreted: about a second's work
+LITTLE = 1 << 21  # bytes of its arrays that a call may have to be interpreted: about a second's work
 
 _PLAIN = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _options: dict[Any, dict[str, Any] | None] = {}  # of every loop, for numba; None: an instruction
