@@ -10,6 +10,10 @@ from chosen import prefer
 from hypothesis import settings
 
 from rtopk import kernels
+from rtopk.kernels import jit
+
+# Loops are compiled where they are first called, so that tests repeat; kernels/test_compiling.py tests the rest.
+jit.compile_at_once()
 
 # Triton's programs run on the CPU, where a test asks for that backend; it must be said before triton is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -137,7 +137,7 @@ class ErrorFeedback:
         if self._sums is None:
             self._sums = self._other()
         span = slice(begin, begin + part.numel())
-        torch.add(self.residual[span].view(part.shape), part, out=self._sums[span].view(part.shape))
+        kernels.add_to(self._sums[span], self.residual[span], part)
 
     def _adopt(self, search: Search | None) -> Tensor:
         """Make the sums the residual; the search for candidates also checks that they are finite.

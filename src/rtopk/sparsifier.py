@@ -92,17 +92,14 @@ class Sparsifier:
         self, vector: Tensor, sparse_size: int, k: int, r: int | None, rng: torch.Generator
     ) -> SparseVector:
         """Select from the part that competes, and append the whole dense tail."""
+        if sparse_size == vector.numel() > 0:
+            return self._select(vector, k, r, rng)
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
             return SparseVector.gather(vector, tail)
         competing, rest = vector[:sparse_size], vector[sparse_size:]
         rest_here = begin_fetch(rest)  # there when selection has waited
-        if r is None:
-            head = SparseVector.gather(competing, self.rule.select(competing, k, rng))
-        else:
-            head = draw_largest(competing, k, r, rng, self.search)
-        if sparse_size == vector.numel():
-            return head
+        head = self._select(competing, k, r, rng)
         here = None
         if head.here is not None:
             at = torch.arange(sparse_size, vector.numel())
@@ -113,6 +110,11 @@ class Sparsifier:
             vector.numel(),
             here,
         )
+
+    def _select(self, vector: Tensor, k: int, r: int | None, rng: torch.Generator) -> SparseVector:
+        if r is None:
+            return SparseVector.gather(vector, self.rule.select(vector, k, rng))
+        return draw_largest(vector, k, r, rng, self.search)
 
     def entries(self, size: int, step: int) -> int:
         """Return how many entries of a vector of this size the payload of this step holds."""

@@ -1,7 +1,6 @@
 """Count the branches of selection that structured vectors reach.
 
-numba's loops run here as the Python that they are written in, with the few instructions that Python lacks
-(64 comparisons at once, bits of a word) spelled out. Prints JSON: for each function its branches and those
+The loops run here as the Python that they are written in. Prints JSON: for each function its branches and those
 never taken. Run by test_structured.py in a process of its own.
 """
 
@@ -20,27 +19,6 @@ WATCHED = {
 }
 
 
-def as_python(module):
-    """Replace the compiled loops of a module by their source, and the instructions by Python."""
-    import numpy as np
-
-    def scan_group(values, start, bound):
-        reached = (values[start : start + 64].view(np.int32) & 0x7FFFFFFF) >= bound
-        return np.packbits(reached, bitorder="little").view(np.uint64)[0]
-
-    doubles = {
-        "scan_group": scan_group,
-        "ones": lambda word: int(word).bit_count(),
-        "lowest": lambda word: (int(word) & -int(word)).bit_length() - 1 if word else 64,
-    }
-    for name, found in list(vars(module).items()):
-        loop = getattr(found, "py_func", None) or getattr(getattr(found, "__wrapped__", 0), "py_func", None)
-        if loop is not None:
-            setattr(module, name, loop)
-        elif name in doubles:
-            setattr(module, name, doubles[name])
-
-
 def exercise():
     """Select from structured vectors, small ones mostly: Python is slow."""
     import numpy as np
@@ -48,13 +26,15 @@ def exercise():
     import torch
 
     from rtopk import kernels
-    from rtopk.kernels import draws, loops, rank, simd
+    from rtopk.kernels import draws, loops, rank
     from rtopk.kernels.search import LARGE, Search
 
     for module in (rank, loops):
-        as_python(module)
-    loops.deposit = simd.deposit_by_steps
+        for name, found in list(vars(module).items()):
+            if hasattr(found, "__wrapped__"):
+                setattr(module, name, found.__wrapped__)
     torch.set_num_threads(1)
+    kernels._stand_in = False  # torch's backend does not stand in for loops that are not compiled
     rank.FEW = 16  # so that few entries make the histogram narrow
     rng, search = np.random.default_rng(0), Search()
     for d in [65, 300, 3000] * 12 + [40_000] * 6:

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import threading
+import time
 import tracemalloc
 import warnings
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -13,21 +15,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk import ErrorFeedback, Layout, MomentumCorrection, NoMemory, RTopK, Sparsifier, TopK, kernels
-from rtopk.kernels import draws, jit, simd
+from rtopk.kernels import draws, jit, threads
 from rtopk.kernels.search import CHECKS, LARGE, Search
+from rtopk.kernels.simd import deposit
 from rtopk.seed import generator
 from rtopk.select import draw
 from rtopk.sparse import SparseVector
 from rtopk.studies.bench import Gradients, synthetic
 from rtopk.studies.bench.compress import Fused
 
+JUDGE = threads._Trial.judge
+
 
 @pytest.fixture
-def two_threads():
+def two_threads(monkeypatch):
+    """Both are used, also where a busy machine makes that slower, and share their work in small pieces."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    monkeypatch.setattr(threads, "_trials", {})
+    monkeypatch.setattr(threads, "PIECE", 1 << 14)
+    monkeypatch.setattr(threads._Trial, "judge", lambda self, elapsed, alone: None)
     yield
     torch.set_num_threads(before)
+
+
+def test_work_that_threads_slow_down_stays_in_one_for_a_while(two_threads, monkeypatch):
+    monkeypatch.setattr(threads._Trial, "judge", JUDGE)
+    seen = []
+
+    def work(seconds):
+        seen.append(threading.get_ident())
+        time.sleep(seconds)
+
+    def run(seconds):
+        seen.clear()
+        threads.together([partial(work, seconds)] * 2)
+        return set(seen)
+
+    trial = None
+    for pause in (4, 8, 16):  # a sleep takes no processor time: one thread would have been faster
+        run(0.02)
+        trial = threads._trials[work]
+        assert trial.left == trial.pause == pause
+        for left in reversed(range(pause)):
+            assert run(0.0) == {threading.get_ident()}
+            assert trial.left == left
+    trial.judge(elapsed=1.0, alone=1.9)
+    assert (trial.left, trial.pause) == (0, 4)
 
 
 def slow_largest(vector, r):
@@ -132,12 +166,12 @@ def test_bits_are_deposited_with_and_without_the_instruction(bits, mask):
     lowest = np.uint64(bits & ((1 << len(places)) - 1))  # by steps, bits beyond the mask are not dropped
     assert int(deposited(lowest, np.uint64(mask))) == expected
     with np.errstate(over="ignore"):
-        assert int(simd.deposit_by_steps(lowest, np.uint64(mask))) == expected
+        assert int(deposit(lowest, np.uint64(mask))) == expected
 
 
 @jit.entry
 def deposited(bits, mask):
-    return simd.deposit(bits, mask)
+    return deposit(bits, mask)
 
 
 MEMORIES = {
@@ -237,8 +271,8 @@ def test_one_and_two_threads_give_the_same(two_threads):
     gradients = [heavy(d, 6, step) for step in range(4)]
     gradients[2][: d // 3] *= 1e6  # nearly all candidates in the range of one thread
     results = []
-    for threads in (2, 1):
-        torch.set_num_threads(threads)
+    for number in (2, 1):
+        torch.set_num_threads(number)
         node = Sparsifier(RTopK(r_over_k=5), 0.01, MomentumCorrection())
         payloads = [node.compress(gradient, step) for step, gradient in enumerate(gradients)]
         results.append((payloads, node.memory.state_dict()))

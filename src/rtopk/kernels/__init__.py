@@ -58,6 +58,10 @@ class Backend(Protocol):
         """Add a gradient to a residual and note candidates in the same pass."""
 
     @property
+    def add_to(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """Write the sum of a residual and a gradient to another vector."""
+
+    @property
     def scan(self) -> Callable[[Tensor, Search], Candidates]:
         """Note the candidates of a vector; NaN and Inf are among them."""
 
@@ -96,27 +100,39 @@ def forced() -> str | None:
 _order = sorted(BACKENDS.values(), key=lambda backend: backend is not BACKENDS.get(forced() or ""))
 
 
-def backend(*vectors: Tensor) -> Backend:
-    """Return the backend for these vectors."""
+STAND_IN = 1 << 24  # entries; with more, steps without compiled loops take longer than compiling
+_stand_in = True
+
+
+def _serving(*vectors: Tensor) -> Backend:
     return next(found for found in _order if found.serves(*vectors))
+
+
+def _at_work(found: Backend, size: int) -> Backend:
+    return plain if found is cpu and _stand_in and size <= STAND_IN and not cpu.ready() else found
+
+
+def backend(*vectors: Tensor) -> Backend:
+    """Return the backend for these vectors; while the loops of `cpu` are being compiled, `torch` stands in."""
+    return _at_work(_serving(*vectors), vectors[0].numel())
 
 
 @contextmanager
 def preferring(name: str) -> Iterator[None]:
     """Prefer a backend wherever it serves, within a block: for comparisons. All threads are affected."""
-    global _order
-    before = _order
-    _order = sorted(before, key=lambda found: found is not BACKENDS[name])
+    global _order, _stand_in
+    before = _order, _stand_in
+    _order, _stand_in = sorted(_order, key=lambda found: found is not BACKENDS[name]), False
     try:
         yield
     finally:
-        _order = before
+        _order, _stand_in = before
 
 
 def zeros(like: Tensor) -> Tensor:
     """Allocate the memory of a gradient: zeros, at least fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return backend(like.new_empty(0, dtype=dtype)).zeros(like.numel(), dtype, like.device)
+    return _serving(like.new_empty(0, dtype=dtype)).zeros(like.numel(), dtype, like.device)
 
 
 def reaches(vector: Tensor, limit: float) -> bool:
@@ -149,6 +165,15 @@ def accumulate_(
     found = backend(*moved).accumulate_(residual, gradient, search, velocity, momentum, scale, decay)
     if search is not None:
         search.found = found
+
+
+def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
+    """Write residual + gradient to `out`; the gradient may have any shape."""
+    if gradient.is_contiguous():
+        gradient = gradient.view(-1)
+        backend(out, residual, gradient).add_to(out, residual, gradient)
+    else:
+        torch.add(residual.view(gradient.shape), gradient, out=out.view(gradient.shape))
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:
@@ -208,4 +233,4 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     >>> union([torch.tensor([1, 5]), torch.tensor([0, 5])], 8)
     (tensor([0, 1, 5]), [tensor([1, 2]), tensor([0, 2])])
     """
-    return _order[0].union(lists, size)
+    return _at_work(_order[0], size).union(lists, size)

@@ -17,6 +17,7 @@ Each thread does this for its own range. Ranges are consecutive, so candidates a
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rtopk.kernels import draws, loops, plain, rank
+from rtopk.kernels import draws, jit, loops, plain, rank
 from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, stride
-from rtopk.kernels.threads import Cuts, ranges, together
+from rtopk.kernels.threads import INLINE, Cuts, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
@@ -36,7 +37,39 @@ SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap 
 
 def serves(*vectors: Tensor) -> bool:
     """Serve contiguous fp32 vectors in host memory."""
-    return all(v.dtype == torch.float32 and v.is_cpu and v.is_contiguous() and v.dim() == 1 for v in vectors)
+    for v in vectors:  # no generator: this is asked at every turn
+        if v.dtype != torch.float32 or not v.is_cpu or v.dim() != 1 or not v.is_contiguous():
+            return False
+    return True
+
+
+_ready: bool | None = None
+
+
+def ready() -> bool:
+    """Return whether the loops of a step are compiled, or on disk; the first time let them be compiled if not."""
+    global _ready
+    if _ready is None:
+        entries: Any = loops.reaches, loops.add, loops.scan, loops.pick, loops.take_out, rank.tally
+        _ready = jit.waits() or all(jit.on_disk(loop) for loop in entries)
+        if not _ready:
+            jit.behind(_prepare)
+    return _ready or jit.waits()
+
+
+def _prepare() -> None:
+    """Have the loops of a step compiled by calling them, with little to do."""
+    global _ready
+    vector, search = torch.arange(1.0, 4097.0), Search(3000.0, 64)
+    reaches(vector, math.inf)
+    found = accumulate_(vector.clone(), vector, search, None, 0.0, 1.0, 1.0)
+    assert found is not None
+    picked = pick(found, 64, partial(draws.draw_words, 64, 8, 0), 8)
+    subtract_(vector, picked.positions, picked.values, 1.0)
+    scan(vector, search)
+    rank.rth_bin([vector.numpy()], 8)
+    by_bitmap([picked.positions], vector.numel())
+    _ready = True
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -51,6 +84,8 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
     array, bound = _array(vector), _key(limit)
+    if array.size < INLINE:
+        return loops.reaches(array, 0, array.size, bound)
     return any(together([partial(loops.reaches, array, a, b, bound) for a, b in ranges(array.size, 64)]))
 
 
@@ -78,6 +113,17 @@ def accumulate_(
     return _collect(loop, residual.numel(), search, partial(_sums, arrays, momentum, scale))
 
 
+def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
+    """Write residual + gradient to `out`. From numpy: torch's threads would wait for one that was put aside."""
+    arrays = [_array(vector) for vector in (residual, gradient, out)]
+    together([partial(_add, *(array[a:b] for array in arrays)) for a, b in ranges(out.numel(), 64)])
+
+
+def _add(residual: Any, gradient: Any, out: Any) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever adds looks for Inf and NaN
+        np.add(residual, gradient, out=out)
+
+
 def scan(vector: Tensor, search: Search) -> Candidates:
     """Return the entries at or above a floor; NaN and Inf are the largest of all."""
     array = _array(vector)
@@ -101,7 +147,7 @@ def _unchecked(floor: float, r: int) -> Search:
 
 def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:
     """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
-    parts = [(positions.numpy(), values.numpy()) for positions, values in candidates.parts]
+    parts = [(_places(positions), values.numpy()) for positions, values in candidates.parts]
     search = partial(rank.rth, [values for _, values in parts], r, int(_key(candidates.floor)))
     drawing: list[Callable[[], Any]] = [search, words if callable(words) else lambda: words]
     end, bits = together(drawing, len(candidates))
@@ -140,6 +186,12 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     if few or not all(positions.is_cpu for positions in lists):
         return plain.union(lists, size)
     return by_bitmap(lists, size)
+
+
+def _places(positions: Tensor) -> Any:
+    """Return positions as our own loops find them: another backend, which stood in for them, has int64 always."""
+    fit = positions.numel() == 0 or int(positions[-1]) < 2**31
+    return (positions.to(torch.int32) if fit else positions).numpy()
 
 
 def _array(vector: Tensor) -> Any:

@@ -38,6 +38,7 @@ INFINITE = 0x7F800000  # the key of Inf; those of NaN are above it
 
 zeros = plain.zeros
 reaches = plain.reaches
+add_to = plain.add_to
 union = plain.union
 
 

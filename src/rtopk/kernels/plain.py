@@ -62,6 +62,11 @@ def accumulate_(  # the signature is that of every backend
     return None if search is None else scan(residual, search)
 
 
+def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
+    """Write residual + gradient to `out`."""
+    torch.add(residual, gradient, out=out)
+
+
 def scan(vector: Tensor, search: Search) -> Candidates:
     """Return the entries at or above the floor; NaN reaches every floor. On CUDA nothing waits for their number."""
     size = vector.numel() if search.size is None else search.size

@@ -50,7 +50,7 @@ def rth(parts: list[Any], r: int, low: int) -> Cut:
         inside.append(room[:count])
     beyond, held = sum(over), sum(keys.size for keys in inside)
     hit = len(inside) == len(parts) and beyond < r <= beyond + held
-    near, beyond = (_joined(inside), beyond) if hit else _rth_bin(parts, r)
+    near, beyond = (_joined(inside), beyond) if hit else rth_bin(parts, r)
     place = near.size - (r - beyond)
     near.partition(place)
     key = int(near[place])
@@ -65,7 +65,7 @@ def _joined(arrays: list[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _rth_bin(parts: list[Any], r: int) -> tuple[Any, int]:
+def rth_bin(parts: list[Any], r: int) -> tuple[Any, int]:
     """Return the keys of the bin that holds the r-th largest, and how many keys lie above that bin."""
     low, shift, over, bins = 0, 20, 0, BINS  # 2048 bins of 2 ** 20 hold every key
     while True:

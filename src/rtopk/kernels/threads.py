@@ -4,6 +4,10 @@ After every parallel operation torch's threads wait for the next one in a busy l
 of our own would compete with them for the cores, right after the backward pass. So if torch runs on libgomp, work
 goes to libgomp too. Otherwise, and in a forked child, where libgomp's threads are gone and waiting for them would
 hang, a plain pool is used. Both allow several callers at once.
+
+A region ends when its last thread does. Beside other work, such as data loaders or the other ranks of a host, a
+thread may be put aside for milliseconds, and all wait for it. So each kind of work is timed: where threads took
+longer than the processor time of all tasks, it stays in one thread for a while, twice as long after every failure.
 """
 
 import ctypes
@@ -11,6 +15,7 @@ import functools
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +28,9 @@ Cuts = tuple[tuple[int, int], ...]  # where ranges begin and end
 
 MOST = 8  # more threads than this do not move memory faster
 INLINE = 1 << 18  # below this many entries, waking a thread costs more than it saves
+PIECE = 1 << 20  # entries of a range, if there are many: a thread that comes late then has less to do
+PIECES = 4  # at most, for each thread
+PATIENCE = 1024  # the most times that work stays in one thread before threads are tried again
 
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _lock = threading.Lock()
@@ -37,13 +45,48 @@ def together(tasks: Sequence[Callable[[], R]], size: int = INLINE) -> list[R]:
     """
     if len(tasks) == 1 or size < INLINE or torch.get_num_threads() == 1:
         return [task() for task in tasks]
+    trial = _trials.setdefault(getattr(tasks[0], "func", None), _Trial())
+    if trial.left > 0:
+        trial.left -= 1
+        return [task() for task in tasks]
+    spent: list[float] = []
+    timed = [functools.partial(_timed, task, spent) for task in tasks]
     parallel = None if _forked else _libgomp()
-    return _in_pool(tasks) if parallel is None else _in_region(parallel, tasks)
+    begin = time.perf_counter()
+    results = _in_pool(timed) if parallel is None else _in_region(parallel, timed)
+    trial.judge(time.perf_counter() - begin, sum(spent))
+    return results
+
+
+class _Trial:
+    """Whether threads help with one kind of work."""
+
+    def __init__(self) -> None:
+        self.left = 0  # how many times it stays in one thread
+        self.pause = 2
+
+    def judge(self, elapsed: float, alone: float) -> None:
+        """Compare the time that threads took with the time that one would have needed."""
+        slower = elapsed > alone
+        self.pause = min(PATIENCE, 2 * self.pause) if slower else max(2, self.pause // 4)
+        self.left = self.pause if slower else 0
+
+
+_trials: dict[Any, _Trial] = {}
+
+
+def _timed(task: Callable[[], R], spent: list[float]) -> R:
+    begin = time.thread_time()
+    result = task()
+    spent.append(time.thread_time() - begin)
+    return result
 
 
 def ranges(size: int, multiple: int, inline: int = INLINE) -> Cuts:
-    """Cut `size` entries into one range for each thread, at multiples of `multiple`; below `inline` into one."""
-    return _cuts(size, multiple, 1 if size < inline else max(1, min(torch.get_num_threads(), MOST)))
+    """Cut `size` entries into ranges for the threads, at multiples of `multiple`; below `inline` into one."""
+    threads = 1 if size < inline else max(1, min(torch.get_num_threads(), MOST))
+    pieces = 1 if threads == 1 else max(1, min(PIECES, size // (threads * PIECE)))
+    return _cuts(size, multiple, threads * pieces)
 
 
 # Cached: a step starts with cold processor caches, so even a short computation is slow.

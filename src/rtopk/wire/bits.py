@@ -1,114 +1,69 @@
-"""Unaligned little-endian words of memory, as numba intrinsics: one machine instruction each.
+"""Unaligned little-endian words of memory: one machine instruction each.
 
 They take addresses, not arrays: passing an array to a fused function costs two atomic reference counts, more than
 decoding an entry. Nothing is checked here: the calling loops compare with the end of their array first, and keep
 the array alive while they run.
 """
 
-from typing import Any
+import ctypes
 
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+import numpy as np
 
-from rtopk.kernels.jit import Array, Num, entry, intrinsic, loop, uint64
+from rtopk.kernels.jit import Array, Num, entry, instruction, loop, uint64
+from rtopk.kernels.simd import lowest as trailing_zeros
 
-_WORD = ir.IntType(64)
-_HALF = ir.IntType(32)
-_BYTE = ir.IntType(8)
+__all__ = [
+    "address", "all_zero", "bit_length", "float_bits", "last_word", "load_byte", "load_half", "load_word", "rotate",
+    "store_word", "trailing_zeros",
+]  # fmt: skip
 
 
-@intrinsic
-def address(typing: Any, data: Any) -> Any:
+@instruction
+def address(data: Array) -> Num:
     """Return where a contiguous array begins."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.ptrtoint(array.data, _WORD)
-
-    return types.int64(data), codegen
+    return data.ctypes.data
 
 
-@intrinsic
-def load_word(typing: Any, at: Any) -> Any:
+@instruction
+def load_word(at: Num) -> Num:
     """Read the 8 bytes at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], _WORD.as_pointer()), align=1)
-
-    return types.uint64(types.int64), codegen
+    return np.uint64(int.from_bytes(ctypes.string_at(int(at), 8), "little"))
 
 
-@intrinsic
-def load_byte(typing: Any, at: Any) -> Any:
-    """Read the byte at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(builder.inttoptr(args[0], _BYTE.as_pointer())), _WORD)
-
-    return types.uint64(types.int64), codegen
-
-
-@intrinsic
-def load_half(typing: Any, at: Any) -> Any:
+@instruction
+def load_half(at: Num) -> Num:
     """Read the 4 bytes at an address that is a multiple of 4."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(builder.inttoptr(args[0], _HALF.as_pointer()), align=4), _WORD)
-
-    return types.uint64(types.int64), codegen
+    return np.uint64(int.from_bytes(ctypes.string_at(int(at), 4), "little"))
 
 
-@intrinsic
-def store_word(typing: Any, at: Any, word: Any) -> Any:
+@instruction
+def load_byte(at: Num) -> Num:
+    """Read the byte at an address."""
+    return np.uint64(ctypes.string_at(int(at), 1)[0])
+
+
+@instruction
+def store_word(at: Num, word: Num) -> None:
     """Write 8 bytes at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], _WORD.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint64), codegen
+    ctypes.memmove(int(at), int(word).to_bytes(8, "little"), 8)
 
 
-@intrinsic
-def rotate(typing: Any, word: Any, by: Any) -> Any:
+@instruction
+def rotate(word: Num, by: Num) -> Num:
     """Rotate a word to the left, by 1 to 63 bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        back = builder.sub(ir.Constant(_WORD, 64), args[1])
-        return builder.or_(builder.shl(args[0], args[1]), builder.lshr(args[0], back))
-
-    return types.uint64(types.uint64, types.int64), codegen
+    return (word << np.uint64(by)) | (word >> np.uint64(64 - by))
 
 
-@intrinsic
-def trailing_zeros(typing: Any, word: Any) -> Any:
-    """Count the zero bits below the lowest one; 64 if there is none."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), codegen
-
-
-@intrinsic
-def bit_length(typing: Any, word: Any) -> Any:
+@instruction
+def bit_length(word: Num) -> Num:
     """Return the bits that a word needs; 0 for 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zeros = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
-        return builder.sub(ir.Constant(_WORD, 64), zeros)
-
-    return types.int64(types.int64), codegen
+    return int(word).bit_length()
 
 
-@intrinsic
-def float_bits(typing: Any, number: Any) -> Any:
+@instruction
+def float_bits(number: float) -> Num:
     """Return the bits of a float64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _WORD)
-
-    return types.int64(types.float64), codegen
+    return int(np.float64(number).view(np.int64))
 
 
 @loop

@@ -93,7 +93,7 @@ def write_gaps(positions: Positions, prefix: int, beside: Beside = ()) -> tuple[
     end = int(ends[0])
     if min(ends) < 0:
         return out, -1
-    share = stream_share.py_func(n, shift)  # type: ignore[attr-defined]
+    share = stream_share(n, shift)
     for i in range(1, streams):
         directory = int(positions[i * share - 1]) + 1, end - prefix
         struct.pack_into("<QQ", out.data, prefix + 2 + 16 * (i - 1), *directory)

@@ -37,7 +37,7 @@ def _count(patterns: Array, sizes: Array, top: Num, places: Array, units: Array,
         places[i] = uint32(max(int32(1), int32(patterns[i] >> uint32(19)) - floor))
         units[i] = int32(sizes[i] * scale)
     for i in range(len(sizes)):
-        bins[places[i]] += units[i] + (1 << _COUNT)
+        bins[places[i]] += int64(units[i]) + (1 << _COUNT)
 
 
 @loop
@@ -174,7 +174,7 @@ def _drawn(sizes: Array, draws: Array, magnitudes: Array, codes: Array, result: 
             c += 1
         if c < last:
             below, above = float(magnitudes[c]), float(magnitudes[c + 1])
-            c += int(draws[i] * (above - below) < sizes[i] - below)
+            c += int(float(draws[i]) * (above - below) < float(sizes[i]) - below)
         codes[i] = c
         result[i] = levels[c]
 

@@ -90,7 +90,7 @@ def _to_grid(values: Array, draws: Array, scale: float, out: Array) -> None:
         grid = 2.0**-24
         while size >= grid * 2048.0:  # 11 bits hold the whole numbers of grid below 2048
             grid *= 2.0
-        size = min(65504.0, np.floor(size / grid + draws[i]) * grid)
+        size = min(65504.0, np.floor(size / grid + float(draws[i])) * grid)
         out[i] = size if x >= 0 else -size
 
 
@@ -205,7 +205,7 @@ def _write_int8(values: Array, draws: Array, out: Array, decoded: Array) -> None
         if len(draws):
             for i in range(n):
                 whole[i] = int32(
-                    max(-127.0, min(127.0, np.floor(float(block[i]) * factor + draws[begin + i])))
+                    max(-127.0, min(127.0, np.floor(float(block[i]) * factor + float(draws[begin + i]))))
                 )
         else:
             for i in range(n):

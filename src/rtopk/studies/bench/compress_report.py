@@ -16,7 +16,17 @@ from rtopk.seed import generator
 from rtopk.select import draw_largest
 from rtopk.sparsifier import Sparsifier
 from rtopk.studies.bench import Gradients, real, synthetic
-from rtopk.studies.bench.compress import DENSITIES, FACTOR, WARM, Bar, CompressRow, Floor, Fused, bars
+from rtopk.studies.bench.compress import (
+    DENSITIES,
+    FACTOR,
+    WARM,
+    Bar,
+    CompressRow,
+    Floor,
+    Fused,
+    bars,
+    beside_neighbour,
+)  # fmt: skip
 from rtopk.studies.config import Config
 from rtopk.studies.tasks import wide_digits
 from rtopk.studies.train.loop import Run
@@ -25,8 +35,11 @@ from rtopk.tools.show.terminal import console, table
 from rtopk.tools.show.terminal import markdown as markdown_table
 
 Measured = list[tuple[str, list[CompressRow]]]  # what the gradients are, and their rows
-HEAD = ("gradients", "d", "density", "threads", "floor ms", "rtopk ms", "rtopk", "dgc", "topk")
-NOTE = "rtopk, dgc, topk: times the floor, the median of the ratios within a repetition"
+HEAD = ("gradients", "d", "density", "threads", "floor ms", "hook ms", "hook", "alone", "dgc", "topk")
+NOTE = (
+    "hook: rtopk as in the DDP hook; alone: as in Sparsifier.compress. hook, alone, dgc, topk: times the floor, "
+    "the median of the ratios within a repetition"
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,9 @@ class Extras:
     peaks: dict[float, float]  # density -> extra memory of a step, as a share of the vector
     scans: dict[float, tuple[int, int, float]]  # density -> d, steps, share of steps with a second scan
     parts: dict[tuple[int, float], dict[str, float]]  # threads, density -> part of a step, times the floor
+    beside: dict[
+        float, tuple[float, float]
+    ]  # density -> ms with one and two threads beside a spinning process
 
 
 def breakdown(gradients: Gradients, threads: int, density: float, repetitions: int = 11) -> dict[str, float]:
@@ -122,6 +138,7 @@ def measure_extras(quick: bool) -> Extras:
         {d: max(peak_memory(each, d) for each in held) for d in DENSITIES if d == 0.001 or not quick},
         {d: second_scans(steps, d) for d in DENSITIES},
         {(t, d): breakdown(gradients, t, d) for t in (1, 2) for d in DENSITIES if not quick},
+        {d: beside_neighbour(gradients, d, 60) for d in DENSITIES},
     )
 
 
@@ -155,7 +172,8 @@ def lines(measured: Measured) -> list[list[str]]:
             by_setting.setdefault((row.d, row.density, row.threads), {})[row.method] = row
         for (d, density, threads), of in by_setting.items():
             cells = [source, f"{d / 1e6:.2f} M", f"{100 * density:g} %", f"{threads}"]
-            cells += [f"{of['floor'].ms:.2f}", f"{of['rtopk'].ms:.2f}", f"{of['rtopk'].over_floor:.2f}"]
+            cells += [f"{of['floor'].ms:.2f}", f"{of['hook'].ms:.2f}", f"{of['hook'].over_floor:.2f}"]
+            cells.append(f"{of['rtopk'].over_floor:.2f}")
             found.append([*cells, f"{of['dgc'].over_floor:.1f}", f"{of['topk'].over_floor:.1f}"])
     return found
 
@@ -168,6 +186,9 @@ def all_bars(measured: Measured, extras: Extras) -> list[Bar]:
     for density, (_, _, share) in extras.scans.items():
         text = f"steps with a second scan in training at {100 * density:g} %, in %"
         found.append(Bar(text, 100 * share, 2.0, share < 0.02))
+    for density, (one, two) in extras.beside.items():
+        text = f"two threads over one, beside a spinning process, at {100 * density:g} %"
+        found.append(Bar(text, two / one, 1.05, two <= 1.05 * one))
     return found
 
 
@@ -182,6 +203,11 @@ def remarks(extras: Extras) -> list[str]:
         times = ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
         where = f"11.2 M, density {100 * density:g} %, threads {threads}"
         found.append(f"where a step spends its time, in floors ({where}): {times}")
+    for density, (one, two) in extras.beside.items():
+        found.append(
+            f"the hook's step beside a process that spins, 11.2 M, density {100 * density:g} %, mean: {one:.1f} ms "
+            f"with one thread, {two:.1f} ms with two"
+        )
     for density, (d, steps, share) in extras.scans.items():
         found.append(
             f"second scans, training an MLP (d = {d:,}) on digits for {steps} steps at density "

@@ -2,7 +2,8 @@
 
 Everything is measured in new processes, by the clock and in CPU seconds, which other load on the machine changes
 less. The step is that of the DDP hook, on a model of a million parameters, from the start of backward to its end.
-"Cold" finds no compiled loops, as in a new container; "read-only" finds no folder to keep them in either. The
+"Cold" finds no compiled loops, as in a new container: it starts without, and a thread compiles them. "Read-only"
+finds no folder to keep them in either. The
 operating system has the files of torch in memory: a first start from disk takes longer.
 """
 
@@ -67,19 +68,22 @@ def measure(runs: int = 3, ranks: int = 8, tell: Callable[[str], None] = print) 
     for turn in range(runs):
         tell(f"turn {turn + 1} of {runs}")
         found.setdefault("rtopk --help", []).append(_help())
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            cold, waited = _steps(1, one), _steps(1, other, wait=True)
+            warm, several_warm = _steps(1, other), _steps(ranks, other)
         with tempfile.TemporaryDirectory() as folder:
-            cold, warm = _steps(1, folder), _steps(1, folder)
-        with tempfile.TemporaryDirectory() as folder:
-            together = _steps(ranks, folder), _steps(ranks, folder)
+            several_cold = _steps(ranks, folder)
         for name, times in (
             ("import torch", warm["import torch"]),
             ("import rtopk after it", warm["import rtopk after it"]),
             ("first step, cold", cold["first step"]),
+            ("second step, cold", cold["second step"]),
+            ("first step, cold, all loops compiled first", waited["first step"]),
             ("first step, warm", warm["first step"]),
             ("first step, read-only", _steps(1, None)["first step"]),
-            (f"{many}, cold", together[0]["first step"]),
-            (f"{many}, warm", together[1]["first step"]),
-            ("third step", warm["third step"]),
+            (f"{many}, cold", several_cold["first step"]),
+            (f"{many}, warm", several_warm["first step"]),
+            ("third step, warm", warm["third step"]),
         ):
             found.setdefault(name, []).append(times)
     return [
@@ -98,10 +102,11 @@ def _help() -> Times:
     return time.perf_counter() - begin, cpu
 
 
-def _steps(ranks: int, cache: str | None) -> dict[str, Times]:
-    """Start so many ranks; return the times of the slowest."""
+def _steps(ranks: int, cache: str | None, *, wait: bool = False) -> dict[str, Times]:
+    """Start so many ranks, which may wait until their loops are compiled; return the times of the slowest."""
     with _package(cache is None) as source, tempfile.TemporaryDirectory() as meeting:
         environment = {**os.environ, "PYTHONPATH": source, "NUMBA_CACHE_DIR": cache or ""}
+        environment["RTOPK_BACKEND"] = "cpu" if wait else ""
         if cache is None:
             environment |= {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null"}
         processes = [

@@ -144,7 +144,7 @@ def advise(
     advice = choose(predictions)
     text = (
         f"{work.size / 1e6:,.1f} M entries, {nodes} nodes, {output.rate(round(mbit, 1))}, "
-        f"latency {link.latency_ms:.2g} ms. Parts of: {machine.name}\n{advice.reason}"
+        f"latency {link.latency_ms:.2g} ms. Parts of: {machine.name}; no GPU was measured\n{advice.reason}"
         + (f"\n{advice.line}" if advice.line else "")
     )
     data = {
