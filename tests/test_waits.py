@@ -10,6 +10,7 @@ from fake_device import FakeDevice, FakeTensor, unwrap
 from rtopk import kernels
 from rtopk.kernels import device as triton_backend
 from rtopk.kernels import plain
+from rtopk.kernels.host import send
 from rtopk.replicas.options import Options
 from rtopk.replicas.rounds import Round
 from rtopk.replicas.state import State
@@ -147,6 +148,98 @@ def test_a_memory_that_is_not_given_parts_waits_twice(alone, chosen):
         assert all(torch.equal(one[name], two[name]) for name in one)
     if chosen == "triton":
         assert [len(waits) for waits, *_ in costs[1:]] == [2, 2, 2]
+
+
+class Lockstep(AllGather):
+    """Ranks of one process that take turns: each sends before any of them waits. Payloads travel on `device`."""
+
+    def __init__(self, rank, board, device):
+        self.rank, self.nodes, self.local = rank, len(board), range(rank, rank + 1)
+        self.board, self.device = board, device
+
+    def start(self, payload):
+        self.board[self.rank] = send(payload, self.device)
+        return Arriving(self.board, payload)
+
+
+class Arriving:
+    """As `InFlight`, with a collective that is over once every rank has sent."""
+
+    def __init__(self, board, payload):
+        self.board, self.size = board, payload.numel()
+
+    def wait(self):
+        class Done:
+            def wait(self):
+                pass
+
+        return InFlight(Done(), self.board[0], torch.stack(self.board)).wait()
+
+
+def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.float32, **options):
+    """Run rounds of several ranks; return the gradients and residuals after each, and the last rank's waits."""
+    make = on.tensor if on else torch.clone
+    board = [None] * ranks
+    states = []
+    for rank in range(ranks):
+        parameters = {name: make(torch.zeros(shape, dtype=dtype)) for name, shape in SIZES.items()}
+        like = next(iter(parameters.values()))
+        transport = Lockstep(rank, board, like.device if nccl else torch.device("cpu"))
+        states.append(State(parameters, Options(density=0.005, **options).resolved(ranks), transport))
+    made, costs = [], []
+    for step in range(steps):
+        fresh = [
+            {name: make(g.to(dtype)) for name, g in gradients((step, rank)).items()} for rank in range(ranks)
+        ]
+        held = {name: make(gradients("held")[name].to(dtype)) for name in held_in} if step == 2 else {}
+        rounds = []
+        for state, mine in zip(states, fresh, strict=True):
+            if on:
+                on.begin()
+            this = Round(state)
+            for name, gradient in mine.items():
+                this.put(name, gradient, held.get(name))
+            this.send(state.groups, set())
+            rounds.append(this)
+        sending = list(on.waits) if on else []
+        for this, mine in zip(rounds, fresh, strict=True):
+            if on:
+                on.begin()
+            this.finish(mine)
+        if on:
+            costs.append((sending, list(on.waits), on.up))
+        kept = states[-1].groups[0].sparsifier.memory.state_dict().values()
+        made.append([unwrap(tensor).clone() for tensor in (*fresh[0].values(), *fresh[-1].values(), *kept)])
+    return made, costs, states[0]
+
+
+WAYS = {  # over NCCL?, options; the biases, which every rank sends, are positions that all have in common
+    "nccl": (True, {}),
+    "gloo": (False, {}),
+    "mean over the received": (False, {"memory": "none"}),
+    "a second backward": (True, {"held_in": ("b.weight", "a.bias")}),
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["nccl", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
+)
+def test_ranks_average_on_the_device(chosen, way):
+    """n k entries go up, and the mean in rank order has the host's bits; on NCCL what arrived is one more wait."""
+    nccl, options = WAYS[way]
+    expected, _, _ = run_ranks(4, 3, **options)
+    with FakeDevice() as device:
+        got, costs, state = run_ranks(4, 3, on=device, nccl=nccl, **options)
+    for one, two in zip(expected, got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(two[: len(SIZES)], two[len(SIZES) :], strict=False))
+    entries = state.groups[0].sparsifier.entries(state.layout.size, 0)
+    for step, (sending, finishing, up) in list(enumerate(costs))[1:]:
+        if chosen == "triton" and "memory" not in options:
+            assert len(sending) == 1, sending
+        assert len(finishing) == nccl, finishing
+        if not (step == 2 and "held_in" in options):
+            assert up <= 3 * 12 * entries + 8 * (len(SIZES) + 1)
 
 
 def test_what_arrived_on_a_device_is_copied_once():

@@ -84,7 +84,7 @@ class FakeDevice(TorchDispatchMode):
         if func in SIZED_BY_DATA or func in READS:
             self.wait(func)
         made = func(*plain[0], **plain[1])
-        if func in READS:
+        if func in READS or made is None:
             return made
         if func._schema.is_mutable:  # in place, or into `out`
             return kwargs["out"] if "out" in kwargs else args[0]
