@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rtopk.codec import PayloadError
 from rtopk.exchange import Message, send
+from rtopk.kernels.host import Streams
 from rtopk.replicas import control
 from rtopk.replicas.control import Control, GradientNotFinite
 from rtopk.replicas.group import Group, TensorNotFiniteError
@@ -54,11 +55,12 @@ class Round:
             None  # an error that all ranks know before the first message; none is sent
         )
         self.selection_seconds = self.exchange_seconds = 0.0
+        self.device, self.streams = state.device, Streams()
         plain = self.scale == 1.0 and not state.may_be_idle and state.options.clip_norm is None
-        for group in state.groups:
-            group.begin(plain)
         density, status = 0.0, control.FINE
         try:
+            for group in state.groups:
+                group.begin(plain)
             density = state.ask()
         except Exception as error:
             self.failure, status = error, control.FAILED
@@ -72,6 +74,7 @@ class Round:
         """
         if held is not None:
             self.held[name] = held
+        self.streams.note(self.device)
         try:
             self.state.group_of[name].put(name, gradient)
         except Exception as error:  # out of memory, for one: the others wait for a message
@@ -82,6 +85,7 @@ class Round:
         self._open()
         if self.verdict is not None:
             return
+        self.streams.join(self.device)
         started, state = time.perf_counter(), self.state
         holds = any(name in self.held for group in groups for name in group.bounds)
         status, culprit, weights = control.HOLDS if holds else control.FINE, 0, 0
@@ -126,6 +130,7 @@ class Round:
     def finish(self, gradients: Mapping[str, Tensor]) -> None:
         """Wait for the messages and write the mean into the gradients; or make them NaN, and skip or raise."""
         started, state = time.perf_counter(), self.state
+        self.streams.join(self.device)
         plain = self.failure is None and self.verdict is None and not self.held
         sparse = {group: plain and group.is_sparse(state.step) for group in state.groups}
         try:
