@@ -102,7 +102,7 @@ def test_many_vectors():
     """Up to 100,000 entries, those in blocks of the size that ships; minutes."""
     rng = np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for number in range(300):
+        for number in range(150):
             large = number % 10 == 0
             monkeypatch.setattr(device, "BLOCK", 4096 if large else (BLOCK, 1024)[number % 2])
             d = int(rng.choice([20_000, 70_000, 100_000] if large else [5, 700, 2000]))
