@@ -1,8 +1,8 @@
 """The parts of a rank that trains on an accelerator: predicted from the bytes it moves, not measured.
 
 Selection, averaging and writing are the traffic model's (`rtopk bench traffic`); what the host does (encoding, and
-the owners' work of an all-reduce) is that of the machine that is given; between a rank and its link NCCL is assumed,
-at the rate of the bus. Methods that no model covers are left out.
+the owners' work of an all-reduce) is that of the machine that is given; between a rank and its link NCCL is
+assumed, at the rate of the bus. Methods that no model covers are left out.
 """
 
 from dataclasses import replace

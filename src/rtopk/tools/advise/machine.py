@@ -56,11 +56,11 @@ class Machine:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Machine":
         """Read what `as_json` returned."""
-        lines = {
-            part: {name: Line(**line) for name, line in data[part].items()}
+        select, encode, average = (
+            {name: Line(**line) for name, line in data[part].items()}
             for part in ("select", "encode", "average")
-        }
-        return cls(data["name"], **lines, byte_ns=data["byte_ns"], message_ms=data["message_ms"])
+        )
+        return cls(data["name"], select, encode, average, data["byte_ns"], data["message_ms"])
 
 
 def reference() -> Machine:
