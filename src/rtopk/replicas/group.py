@@ -94,7 +94,9 @@ class Group:
             for idle_name in idle & self.bounds.keys():
                 shape = self.layout.shapes[self.layout.names.index(idle_name)]
                 self.put(idle_name, torch.zeros(shape, dtype=self.dtype, device=self._device))
-            gradient = self._gradient if scale == 1.0 else self._gradient / scale
+            gradient = self._gradient
+            if scale != 1.0:  # by a tensor: CUDA multiplies by the inverse of a number
+                gradient = gradient / torch.full_like(gradient[:1], scale)
             if clip_norm is not None:
                 gradient = clip(gradient, clip_norm)
             self._before = snapshot_of(self.sparsifier.memory)

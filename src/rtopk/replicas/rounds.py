@@ -10,7 +10,8 @@ and messages follow once all ranks are known to have the same density.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,9 +76,15 @@ class Round:
         if held is not None:
             self.held[name] = held
         self.streams.note(self.device)
-        try:
+        with self.telling():
             self.state.group_of[name].put(name, gradient)
-        except Exception as error:  # out of memory, for one: the others wait for a message
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks of an error within the block, out of memory for one: they wait for a message."""
+        try:
+            yield
+        except Exception as error:
             self.failure = self.failure or error
 
     def send(self, groups: list[Group], idle: set[str]) -> None:
