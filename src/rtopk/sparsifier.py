@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
-from rtopk.kernels.host import begin_fetch
+from rtopk.kernels.host import begin_fetch, fetch
 from rtopk.kernels.search import Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
@@ -94,7 +94,9 @@ class Sparsifier:
         """Select from the part that competes, and append the whole dense tail."""
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
-            return SparseVector.gather(vector, tail)
+            values = vector[tail]
+            known = torch.arange(tail.numel()), fetch(values)[0]
+            return SparseVector(tail, values, tail.numel(), known)
         competing, rest = vector[:sparse_size], vector[sparse_size:]
         rest_here = begin_fetch(rest)  # there when selection has waited
         if r is None:
