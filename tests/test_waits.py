@@ -1,5 +1,6 @@
 """A round of the hook waits for its device once, whatever the backend, and O(k) bytes cross the bus."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 import torch.distributed as dist
 from fake_device import FakeDevice, FakeTensor, unwrap
 
-from rtopk import kernels
+from rtopk import DecayedErrorFeedback, MomentumCorrection, kernels
 from rtopk.kernels import device as triton_backend
 from rtopk.kernels import plain
+from rtopk.kernels.host import send
 from rtopk.replicas.options import Options
 from rtopk.replicas.rounds import Round
 from rtopk.replicas.state import State
@@ -32,7 +34,7 @@ def chosen(request, monkeypatch):
     """A backend that takes the fake device for a real one."""
     if request.param == "torch":
         monkeypatch.setattr(kernels, "_order", [plain])
-        monkeypatch.setattr(plain, "_static", lambda vector: isinstance(vector, FakeTensor))
+        monkeypatch.setattr(plain, "late", lambda vector: isinstance(vector, FakeTensor))
         return request.param
     pytest.importorskip("triton")
     launch = triton_backend._launch
@@ -52,12 +54,13 @@ def gradients(step, scale=1.0):
     return {name: torch.randn(shape, generator=rng) ** 3 * scale for name, shape in SIZES.items()}
 
 
-def run(steps, *, on=None, scales=None, dtype=torch.float32, **options):
+def run(steps, *, on=None, scales=None, scale=1.0, dtype=torch.float32, **options):
     """Run rounds of the engines' common part; return the gradients after each, and what each waited for."""
     make = on.tensor if on else torch.clone
     parameters = {name: make(torch.zeros(shape, dtype=dtype)) for name, shape in SIZES.items()}
     like = next(iter(parameters.values()))
     state = State(parameters, Options(density=DENSITY, **options).resolved(1), AllGather(None, like.device))
+    state.set_scale(scale)
     made, costs = [], []
     for step in range(steps):
         drawn = gradients(step, (scales or {}).get(step, 1.0))
@@ -138,15 +141,122 @@ def test_gradients_of_half_precision(alone, chosen, dtype):
         assert [len(waits) for waits, *_ in costs[1:]] == [1] * 4
 
 
-def test_a_memory_that_is_not_given_parts_waits_twice(alone, chosen):
-    """Momentum correction checks the gradient before it changes anything."""
-    expected, _, _ = run(4, memory="momentum-correction")
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({"memory": "momentum-correction"}, 1.0),
+        ({}, 1024.0),
+        pytest.param({"memory": partial(MomentumCorrection, nesterov=True)}, 3.0, marks=pytest.mark.slow),
+        pytest.param({"memory": DecayedErrorFeedback}, 1.0, marks=pytest.mark.slow),
+    ],
+    ids=["momentum", "loss scale", "nesterov, loss scale", "decay"],
+)
+def test_a_memory_that_is_not_given_parts(alone, chosen, options, scale):
+    """What is not finite is found by the selection, after it was added: the round goes back to its snapshot."""
+    bad = {2: float("nan")}
+    expected, _, plain_state = run(4, scales=bad, scale=scale, **options)
     with FakeDevice() as device:
-        got, costs, _ = run(4, on=device, memory="momentum-correction")
+        got, costs, state = run(4, on=device, scales=bad, scale=scale, **options)
+        kept = {k: unwrap(v) for k, v in state.groups[0].sparsifier.memory.state_dict().items()}
     for one, two in zip(expected, got, strict=True):
-        assert all(torch.equal(one[name], two[name]) for name in one)
+        assert all(torch.equal(one[n], two[n]) or bool(two[n].isnan().all()) for n in one)
+    assert state.skipped == plain_state.skipped == 1
+    for name, tensor in plain_state.groups[0].sparsifier.memory.state_dict().items():
+        assert torch.equal(kept[name], tensor)
     if chosen == "triton":
-        assert [len(waits) for waits, *_ in costs[1:]] == [2, 2, 2]
+        assert [len(costs[step][0]) for step in (1, 3)] == [1, 1], costs
+
+
+class Lockstep(AllGather):
+    """Ranks of one process that take turns: each sends before any of them waits. Payloads travel on `device`."""
+
+    def __init__(self, rank, board, device):
+        self.rank, self.nodes, self.local = rank, len(board), range(rank, rank + 1)
+        self.board, self.device = board, device
+
+    def start(self, payload):
+        self.board[self.rank] = send(payload, self.device)
+        return Arriving(self.board, payload)
+
+
+class Arriving:
+    """As `InFlight`, with a collective that is over once every rank has sent."""
+
+    def __init__(self, board, payload):
+        self.board, self.size = board, payload.numel()
+
+    def wait(self):
+        class Done:
+            def wait(self):
+                pass
+
+        return InFlight(Done(), self.board[0], torch.stack(self.board)).wait()
+
+
+def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.float32, **options):
+    """Run rounds of several ranks; return the gradients and residuals after each, and the last rank's waits."""
+    make = on.tensor if on else torch.clone
+    board = [None] * ranks
+    states = []
+    for rank in range(ranks):
+        parameters = {name: make(torch.zeros(shape, dtype=dtype)) for name, shape in SIZES.items()}
+        like = next(iter(parameters.values()))
+        transport = Lockstep(rank, board, like.device if nccl else torch.device("cpu"))
+        states.append(State(parameters, Options(density=0.005, **options).resolved(ranks), transport))
+    made, costs = [], []
+    for step in range(steps):
+        fresh = [
+            {name: make(g.to(dtype)) for name, g in gradients((step, rank)).items()} for rank in range(ranks)
+        ]
+        held = {name: make(gradients("held")[name].to(dtype)) for name in held_in} if step == 2 else {}
+        rounds = []
+        for state, mine in zip(states, fresh, strict=True):
+            if on:
+                on.begin()
+            this = Round(state)
+            for name, gradient in mine.items():
+                this.put(name, gradient, held.get(name))
+            this.send(state.groups, set())
+            rounds.append(this)
+        sending = list(on.waits) if on else []
+        for this, mine in zip(rounds, fresh, strict=True):
+            if on:
+                on.begin()
+            this.finish(mine)
+        if on:
+            costs.append((sending, list(on.waits), on.up))
+        kept = states[-1].groups[0].sparsifier.memory.state_dict().values()
+        made.append([unwrap(tensor).clone() for tensor in (*fresh[0].values(), *fresh[-1].values(), *kept)])
+    return made, costs, states[0]
+
+
+WAYS = {  # over NCCL?, options; the biases, which every rank sends, are positions that all have in common
+    "nccl": (True, {}),
+    "gloo": (False, {}),
+    "mean over the received": (False, {"memory": "none"}),
+    "a second backward": (True, {"held_in": ("b.weight", "a.bias")}),
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["nccl", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
+)
+def test_ranks_average_on_the_device(chosen, way):
+    """n k entries go up, and the mean in rank order has the host's bits; on NCCL what arrived is one more wait."""
+    nccl, options = WAYS[way]
+    expected, _, _ = run_ranks(3, 3, **options)
+    with FakeDevice() as device:
+        got, costs, state = run_ranks(3, 3, on=device, nccl=nccl, **options)
+    for one, two in zip(expected, got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(two[: len(SIZES)], two[len(SIZES) :], strict=False))
+    entries = state.groups[0].sparsifier.entries(state.layout.size, 0)
+    for step, (sending, finishing, up) in list(enumerate(costs))[1:]:
+        if chosen == "triton" and "memory" not in options:
+            assert len(sending) == 1, sending
+        assert len(finishing) == nccl, finishing
+        if not (step == 2 and "held_in" in options):
+            assert up <= 3 * 12 * entries + 8 * (len(SIZES) + 1)
 
 
 def test_what_arrived_on_a_device_is_copied_once():

@@ -9,12 +9,14 @@ Nodes are added in the order given, so the result is bit-identical everywhere.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rtopk import kernels
+from rtopk.kernels.host import send
 from rtopk.sparse import SparseVector
 
 Mean = Literal["nodes", "received"]
@@ -43,6 +45,37 @@ def average_sparse(
     size = _check(vectors, mean, weights)
     joint, slots = kernels.union([vector.indices for vector in vectors], size)
     return SparseVector(joint, _mean(slots, vectors, joint.numel(), mean, weights), size)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The vectors of all nodes, in host memory, and how to average them; whoever writes the mean says where."""
+
+    vectors: Sequence[SparseVector]
+    mean: Mean
+    weights: Sequence[float] | None
+
+    def averaged(self) -> SparseVector:
+        """Return the mean, in host memory."""
+        return average_sparse(self.vectors, self.mean, self.weights)
+
+    def averaged_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return positions and values of the mean, computed on a device; the host does not wait for it.
+
+        Positions ascend. One that several nodes sent is there as often, each time with the same value: how many
+        there are is known on the device alone.
+        """
+        size = _check(self.vectors, self.mean, self.weights)
+        numbers = [len(vector) for vector in self.vectors]
+        places, values = (
+            torch.split(send(torch.cat([getattr(vector, part) for vector in self.vectors]), device), numbers)
+            for part in ("indices", "values")
+        )
+        vectors = [SparseVector(at, value, size) for at, value in zip(places, values, strict=True)]
+        joint = torch.cat(places).sort().values
+        slots = [torch.searchsorted(joint, at) for at in places]
+        mean = _mean(slots, vectors, joint.numel(), self.mean, self.weights)
+        return joint, mean[torch.searchsorted(joint, joint)]
 
 
 def _mean(
@@ -102,7 +135,9 @@ class RunningMean:
         if not self.nodes:
             raise ValueError("there must be at least one vector to average, got none")
         if self._received is None:
-            return self._total.div_(float(sum(self._weights)) if self.weighted else self.nodes)
+            # By a tensor: CUDA multiplies by the inverse of a number, which is rounded twice.
+            nodes = float(sum(self._weights)) if self.weighted else float(self.nodes)
+            return self._total.div_(torch.full_like(self._total[:1], nodes))
         # Avoid 0 / 0 where no node sent, or only nodes of weight zero.
         return self._total.div_(self._received.masked_fill_(self._received == 0, 1.0))
 

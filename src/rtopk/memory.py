@@ -82,6 +82,7 @@ class ErrorFeedback:
         self._kept: Tensor | None = None  # the residual of the last snapshot: never written to
         self._spare: Tensor | None = None  # a second residual, for those who take snapshots
         self._sums: Tensor | None = None  # residual + gradient, as far as it has been put
+        self._undoable = False  # a snapshot was taken, and nothing has been added since
 
     def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
         """Add the gradient to the residual and return the residual; None if it has been `put` already."""
@@ -89,11 +90,16 @@ class ErrorFeedback:
             return self._adopt(search)
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
-        if not self._headroom.suffices(gradient, residual):
+        late = self._undoable and kernels.late(search, residual, gradient)
+        self._undoable = False
+        if not late and not self._headroom.suffices(gradient, residual):
             require_finite(residual * self.decay + gradient, "residual + gradient")
         residual = self._own(residual)
         kernels.accumulate_(residual, gradient, search, decay=self.decay)
         self._headroom.spend(residual)
+        if late:
+            kernels.refuse_late(search, residual, "residual + gradient")
+            self._headroom.forget()
         self.residual = residual
         return residual
 
@@ -113,11 +119,16 @@ class ErrorFeedback:
         """Continue from a state of `state_dict`."""
         self.residual = _fit(state, ("residual",), self.residual).get("residual")
         self._kept = self._spare = self._sums = None
+        self._undoable = False
 
     # -- undo a step without a copy
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what `restore` needs; its tensors do not change until the next snapshot."""
+        """Return what `restore` needs; its tensors do not change until the next snapshot.
+
+        On a device the next `add` leaves it to selection to refuse what is not finite: restore if that raises.
+        """
+        self._undoable = True
         if self._kept is not None and self._kept is not self.residual:
             self._spare = self._kept
         self._kept, self._sums = self.residual, None
@@ -128,6 +139,7 @@ class ErrorFeedback:
         if self.residual is not self._kept:
             self._spare = self.residual
         self.residual, self._sums = snapshot.get("residual"), None
+        self._undoable = False
         self._headroom.forget()
 
     def put(self, begin: int, part: Tensor) -> None:
@@ -204,13 +216,16 @@ class MomentumCorrection:
         self.residual: Tensor | None = None  # (d,), DGC's v
         self._headroom = _Headroom()
         self._copies: dict[str, Tensor] = {}  # of the last snapshot, made once
+        self._undoable = False  # a snapshot was taken, and nothing has been added since
 
     def add(self, gradient: Tensor, search: Search | None = None) -> Tensor:
         """Clip the gradient, add it to the velocity, the velocity to the residual; return the residual."""
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
         velocity = kernels.zeros(residual) if self.velocity is None else self.velocity
-        safe = self._headroom.suffices(gradient, residual, velocity)
+        late = self._undoable and kernels.late(search, residual, gradient, velocity)
+        self._undoable = False
+        safe = late or self._headroom.suffices(gradient, residual, velocity)
         scale = self._clip_factor(gradient)
         if self.nesterov:
             velocity = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
@@ -218,15 +233,16 @@ class MomentumCorrection:
             if not safe:
                 require_finite(residual + ahead, "residual + gradient + velocity")
             kernels.accumulate_(residual, ahead, search)
-            self._headroom.spend(residual, velocity)
-            self.residual, self.velocity = residual, velocity
-            return residual
-        if not safe:
-            moved = residual.clone()
-            kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)
-            require_finite(moved, "residual + velocity")
-        kernels.accumulate_(residual, gradient, search, velocity, self.momentum, scale)
+        else:
+            if not safe:
+                moved = residual.clone()
+                kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)
+                require_finite(moved, "residual + velocity")
+            kernels.accumulate_(residual, gradient, search, velocity, self.momentum, scale)
         self._headroom.spend(residual, velocity)
+        if late:
+            kernels.refuse_late(search, residual, "residual + velocity")
+            self._headroom.forget()
         self.residual, self.velocity = residual, velocity
         return residual
 
@@ -257,11 +273,16 @@ class MomentumCorrection:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state of `state_dict`."""
+        self._undoable = False
         loaded = _fit(state, ("residual", "velocity"), self.residual)
         self.residual, self.velocity = loaded.get("residual"), loaded.get("velocity")
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what `restore` needs: copies, in the buffers of the last snapshot."""
+        """Return what `restore` needs: copies, in the buffers of the last snapshot.
+
+        As with `ErrorFeedback`, the next `add` may leave it to selection to refuse what is not finite.
+        """
+        self._undoable = True
         for name, tensor in self._tensors().items():
             if name not in self._copies:
                 self._copies[name] = kernels.zeros(tensor)
@@ -270,6 +291,7 @@ class MomentumCorrection:
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         """Go back to the last snapshot."""
+        self._undoable = False
         for name, tensor in self._tensors().items():
             tensor.copy_(snapshot[name])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
-from rtopk.kernels.host import begin_fetch
+from rtopk.kernels.host import begin_fetch, fetch
 from rtopk.kernels.search import Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
@@ -96,7 +96,9 @@ class Sparsifier:
             return self._select(vector, k, r, rng)
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
-            return SparseVector.gather(vector, tail)
+            values = vector[tail]
+            known = torch.arange(tail.numel()), fetch(values)[0]
+            return SparseVector(tail, values, tail.numel(), known)
         competing, rest = vector[:sparse_size], vector[sparse_size:]
         rest_here = begin_fetch(rest)  # there when selection has waited
         head = self._select(competing, k, r, rng)

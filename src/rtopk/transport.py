@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rtopk import compat
-from rtopk.kernels.host import fetch, send
+from rtopk.kernels.host import aside, fetch, send
 
 
 class Transport(Protocol):
@@ -60,9 +60,10 @@ class AllGather:
 
     def start(self, payload: Tensor) -> "InFlight":
         """Start to send this process's payload and to receive those of all ranks."""
-        payload = send(payload, self.device).contiguous()
-        arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
-        work = compat.all_gather_single(arrived, payload, self.group)
+        with aside(self.device, payload):
+            payload = send(payload, self.device).contiguous()
+            arrived = torch.empty(self.nodes * payload.numel(), dtype=payload.dtype, device=self.device)
+            work = compat.all_gather_single(arrived, payload, self.group)
         return InFlight(work, payload, arrived.view(self.nodes, -1))
 
     def exchange(self, payloads: Sequence[Tensor]) -> list[Tensor]:
@@ -127,9 +128,10 @@ class InFlight:
 
     def wait(self) -> list[Tensor]:
         """Wait, then return the payloads of all ranks in rank order, in host memory."""
-        self.work.wait()
-        self.payload = None  # it is among those that have arrived
-        return list(fetch(self.arrived)[0].unbind())  # one copy; on NCCL the host waits here
+        with aside(self.arrived.device):
+            self.work.wait()
+            self.payload = None  # it is among those that have arrived
+            return list(fetch(self.arrived)[0].unbind())  # one copy; on NCCL the host waits here
 
 
 class Swap:
@@ -151,21 +153,23 @@ class Swap:
         words = sizes.view(torch.uint8).view(len(parts), -1)  # (n, 8)
         if note is not None:
             words = torch.cat([words, note.cpu().expand(len(parts), -1)], dim=1)
-        words = send(words.contiguous(), transport.device)
-        arrived = torch.empty_like(words)
-        dist.all_to_all_single(arrived, words, group=self._group)
-        arrived = fetch(arrived)[0]
+        with aside(transport.device):
+            words = send(words.contiguous(), transport.device)
+            arrived = torch.empty_like(words)
+            dist.all_to_all_single(arrived, words, group=self._group)
+            arrived = fetch(arrived)[0]
         self.notes = list(arrived[:, 8:].unbind())
         self.sent = self.received = (len(parts) - 1) * words.shape[1]  # bytes, to and from other ranks
         self._expected = arrived[:, :8].contiguous().view(torch.int64).flatten().tolist()
         self._work: dist.Work | None = None
         if go(self.notes):
             own = sizes.tolist()
-            self._message = send(torch.cat([part.cpu() for part in parts]), transport.device)
-            self._arrived = self._message.new_empty(sum(self._expected))
-            self._work = dist.all_to_all_single(
-                self._arrived, self._message, self._expected, own, group=self._group, async_op=True
-            )
+            with aside(transport.device):
+                self._message = send(torch.cat([part.cpu() for part in parts]), transport.device)
+                self._arrived = self._message.new_empty(sum(self._expected))
+                self._work = dist.all_to_all_single(
+                    self._arrived, self._message, self._expected, own, group=self._group, async_op=True
+                )
             self.sent += sum(own) - own[rank]
             self.received += sum(self._expected) - self._expected[rank]
 
@@ -173,5 +177,6 @@ class Swap:
         """Wait, then return this rank's parts in rank order."""
         if self._work is None:
             raise RuntimeError("the parts were not sent: the ranks' notes say so")
-        self._work.wait()
-        return list(torch.split(fetch(self._arrived)[0], self._expected))
+        with aside(self._arrived.device):
+            self._work.wait()
+            return list(torch.split(fetch(self._arrived)[0], self._expected))

@@ -2,6 +2,7 @@
 
 import logging
 from typing import Any
+from unittest import mock
 
 import torch
 from ddp_parts import batch, bits, loss_of, net, sgd, train, wrap
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import rtopk
 from rtopk import Dealt, MomentumCorrection, RAgeK, Threshold
+from rtopk.ddp import buckets
+from rtopk.replicas import control
 
 
 def attempt(function: Any, *args: Any, **options: Any) -> str:
@@ -391,7 +394,28 @@ def failure_on_one_rank(at: Place) -> dict[str, Any]:
     train(state.model, sgd(model), range(1), at.rank)
     before = bits(state.state_dict())
     said = attempt(train, state.model, sgd(model), range(1, 2), at.rank)
-    return {"said": said, "same": before == bits(state.state_dict())}
+    return {"said": said, "same": before == bits(state.state_dict()), "elsewhere": _out_of_memory(at)}
+
+
+def _out_of_memory(at: Place) -> dict[str, str]:
+    """Rank 1 runs out of memory before it has selected anything: where a round begins, is fed, or is checked."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError("full")
+
+    said = {}
+    for place in ("snapshot", "put", "hash_weights", "mean_in"):
+        model = net()
+        state = rtopk.ddp.register(wrap(model), 0.05, verify_every=2)
+        train(state.model, sgd(model), range(2), at.rank)
+        owner: Any = {"hash_weights": control, "mean_in": buckets}.get(
+            place, state.groups[0].sparsifier.memory
+        )
+        with mock.patch.object(owner, place, full if at.rank == 1 else getattr(owner, place)):
+            said[place] = attempt(train, state.model, sgd(model), range(2, 3), at.rank)
+        train(state.model, sgd(model), range(2, 3), at.rank)  # and goes on
+        assert state.step == 3
+    return said
 
 
 def tensorboard(at: Place) -> dict[str, Any]:

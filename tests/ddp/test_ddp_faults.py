@@ -158,6 +158,11 @@ def test_a_failure_on_one_rank_stops_all(pair: Results) -> None:
     assert two["said"] == "ZeroDivisionError: broken selector"
     assert one["same"]
     assert two["same"]
+    assert one["elsewhere"] == dict.fromkeys(
+        ("snapshot", "put", "hash_weights", "mean_in"),
+        "RuntimeError: rank 1 failed to compress in step 2; see its error",
+    )
+    assert set(two["elsewhere"].values()) == {"MemoryError: full"}
 
 
 def test_statistics_reach_tensorboard(pair: Results) -> None:

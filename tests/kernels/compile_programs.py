@@ -71,7 +71,9 @@ def compiled(case, target):
     assert list(signature)[len(types) :] == list(constants), case
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
     source = ASTSource(program, signature, constants, aligned)
-    return triton.compile(source, target=TARGETS[target], options=device.OPTIONS)
+    return triton.compile(
+        source, target=TARGETS[target], options=device.OPTIONS | device.ASSERTS.get(name, {})
+    )
 
 
 def of_nvidia(made):
@@ -90,6 +92,7 @@ def of_nvidia(made):
         "stored": moved(ptx, "st"),
         "fused": len(re.findall(r"\bfma\.", ptx)),
         "flushed": len(re.findall(r"\.ftz\.f32", ptx)),
+        "asserts": "call.uni" in ptx and "__assertfail" in ptx,
     }
 
 
@@ -111,6 +114,7 @@ def of_amd(made):
         "spilled": said("vgpr_spill_count") + said("sgpr_spill_count") + said("private_segment_fixed_size"),
         "fused": len(re.findall(r"v_(?:pk_)?fma_f32|v_fmac_f32|v_mad_f32", text)),
         "flushed": 0,
+        "asserts": "s_trap" in text,
     }
 
 

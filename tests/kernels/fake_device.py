@@ -81,10 +81,11 @@ class FakeDevice(TorchDispatchMode):
         if not ours and (target is None or target.type == "cpu"):
             return func(*plain[0], **plain[1])
         self._check(func, args, ours)
-        if func in SIZED_BY_DATA or func in READS:
+        unsized = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if func in SIZED_BY_DATA or func in READS or unsized:
             self.wait(func)
         made = func(*plain[0], **plain[1])
-        if func in READS:
+        if func in READS or made is None:
             return made
         if func._schema.is_mutable:  # in place, or into `out`
             return kwargs["out"] if "out" in kwargs else args[0]

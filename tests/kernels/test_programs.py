@@ -55,6 +55,12 @@ def test_no_operation_is_fused_or_flushes_subnormals(needs):
         assert need["flushed"] == 0, (name, need)
 
 
+def test_indices_from_outside_are_refused_on_the_card(needs):
+    """By an assertion in the machine code; the interpreter has none, and there the host checks them."""
+    assert {name.partition(" on ")[0] for name, need in needs.items() if need["asserts"]} == {"subtract"}
+    assert sum(need["asserts"] for need in needs.values()) == len(CARDS)
+
+
 BYTES = {  # of an entry: loaded, stored
     "sweep": (8, 4),
     "sweep, bf16": (6, 4),

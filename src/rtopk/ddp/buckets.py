@@ -80,9 +80,11 @@ def take(state: State, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]
     state.gradients.update(views)
     idle = state.idle
     for name, gradient in views.items():
-        mean = mean_in(state.parameters[name], idle=name in idle)
-        if mean is not None:
-            gradient.sub_(mean)
+        mean = None
+        with this.telling():
+            mean = mean_in(state.parameters[name], idle=name in idle)
+            if mean is not None:
+                gradient.sub_(mean)
         this.put(name, gradient, mean)
     if state.options.scope == "bucket":
         this.send([state.group_of[name] for name in views], idle)

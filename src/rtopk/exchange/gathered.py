@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rtopk.aggregate import RunningMean, average_sparse
+from rtopk.aggregate import Decoded, RunningMean
 from rtopk.codec import Codec
 from rtopk.exchange.vector import OWNER, Spans, Traffic, Vector, distributed, returned
 from rtopk.sparse import SparseVector
@@ -30,14 +30,17 @@ class AllGathered:
         everyone = self.transport.exchange(payloads)
         own = sum(payload.numel() for payload in payloads) / len(payloads)
         total = sum(payload.numel() for payload in everyone)
-        return torch.as_tensor(self.average(everyone, sparse=False)), Traffic(own, total - own)
+        return self.average(everyone), Traffic(own, total - own)
 
-    def average(self, payloads: Sequence[Tensor], sparse: bool) -> Tensor | SparseVector:
-        """Decode the nodes' payloads and average them; a dense mean holds one decoded payload at a time."""
+    def decoded(self, payloads: Sequence[Tensor]) -> Decoded:
+        """Decode the nodes' payloads; the mean is up to who writes it."""
+        vectors = [self.codec.decode(payload, size=self.vector.size) for payload in payloads]
+        return Decoded(vectors, self.vector.mean, self.vector.weights)
+
+    def average(self, payloads: Sequence[Tensor]) -> Tensor:
+        """Decode the nodes' payloads and average them, one at a time."""
         size, weights = self.vector.size, self.vector.weights
         vectors = (self.codec.decode(payload, size=size) for payload in payloads)
-        if sparse:
-            return average_sparse(list(vectors), self.vector.mean, weights)
         running = RunningMean(size, self.vector.mean, weights is not None)
         for node, vector in enumerate(vectors):
             running.add(vector, 1.0 if weights is None else weights[node])
@@ -90,9 +93,9 @@ class Gathering:
     def reduce(self, idle: Sequence[Spans]) -> None:
         """Do nothing: every rank has all payloads."""
 
-    def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector]:
-        """Return the mean of each vector."""
+    def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector | Decoded]:
+        """Return the mean of each vector, or what it is made of if that is little."""
         return [
-            exchange.average([parts[2 + place] for parts in self._parts], few)
+            (exchange.decoded if few else exchange.average)([parts[2 + place] for parts in self._parts])
             for place, (exchange, few) in enumerate(zip(self._exchanges, sparse, strict=True))
         ]

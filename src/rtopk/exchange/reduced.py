@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rtopk.aggregate import Decoded
 from rtopk.codec import HEADER, SHORT, Codec
 from rtopk.exchange.owner import Owner, owners_codec
 from rtopk.exchange.shares import PartsCodec, Shares, bundled, unbundled
@@ -182,7 +183,7 @@ class Reducing:
             self._owned = self._transport.start(padded).wait
             self._count(size)
 
-    def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector]:
+    def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector | Decoded]:
         """Wait for what the owners pass on; return the mean of each vector."""
         messages = [message.cpu() for message in self._after(self._owned)]
         if self._failure is not None:

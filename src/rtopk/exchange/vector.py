@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rtopk.aggregate import Mean
+from rtopk.aggregate import Decoded, Mean
 from rtopk.sparse import SparseVector
 from rtopk.transport import AllGather, Transport
 
@@ -53,8 +53,8 @@ class Message(Protocol):
         `idle` are the parts of each vector in which no rank takes part in this round: nothing is passed on there.
         """
 
-    def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector]:
-        """Wait for the rest; return the mean of each vector."""
+    def means(self, sparse: Sequence[bool]) -> list[Tensor | SparseVector | Decoded]:
+        """Wait for the rest; return the mean of each vector, or what it is made of if that is little."""
 
 
 def returned(whole: Tensor, vector: Vector, transport: Transport) -> SparseVector | None:

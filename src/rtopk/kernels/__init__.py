@@ -48,6 +48,10 @@ class Backend(Protocol):
         """Make a vector of zeros."""
 
     @property
+    def late(self) -> Callable[[Tensor], bool]:
+        """Return whether what is found in a vector is known only when `pick` waits for it."""
+
+    @property
     def reaches(self) -> Callable[[Tensor, float], bool]:
         """Return whether any magnitude is at least a limit, or NaN."""
 
@@ -147,6 +151,18 @@ def require_finite(vector: Tensor, name: str) -> None:
         raise NotFiniteError(name, float(vector[bad]), bad, vector.numel())
 
 
+def late(search: Search | None, *vectors: Tensor) -> bool:
+    """Return whether a pass with this search leaves it to `pick` to find out what is not finite."""
+    return search is not None and backend(*vectors).late(vectors[0])
+
+
+def refuse_late(search: Search | None, vector: Tensor, name: str) -> None:
+    """Let `pick` raise ValueError if an entry of a vector that was just searched is not finite."""
+    assert search is not None
+    assert isinstance(search.found, Pending)
+    search.found.refuse = partial(require_finite, vector, name)
+
+
 def accumulate_(
     residual: Tensor,
     gradient: Tensor,
@@ -192,8 +208,8 @@ def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
         require_finite(vector, name)
         return
     candidates = scan(vector, search)
-    if isinstance(candidates, Pending):
-        candidates.refuse = partial(require_finite, vector, name)
+    if late(search, vector):
+        refuse_late(search, vector, name)
         return
     unsearched = vector[vector.numel() if search.size is None else search.size :]
     if any(reaches(part, math.inf) for part in (*(values for _, values in candidates.parts), unsearched)):

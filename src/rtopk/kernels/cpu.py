@@ -81,6 +81,11 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(np.zeros(size, np.float32))
 
 
+def late(vector: Tensor) -> bool:
+    """Return False: nothing waits here."""
+    return False
+
+
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
     array, bound = _array(vector), _key(limit)

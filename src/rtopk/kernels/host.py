@@ -1,8 +1,13 @@
 """Between host memory and a device: one wait for any number of tensors, and none on the way back.
 
 Whatever the host needs to know of a device's work goes through `fetch`, so what a step waits for can be counted.
-Everything happens on the current stream of the device, on which the gradients came and collectives are issued.
+Gradients are worked on in the current stream of the device. Payloads have a stream of their own (`aside`): they
+come from host memory and end there, so they do not wait for the gradients' work, nor that for them.
 """
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,7 +32,7 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
 
 
 def begin_fetch(tensor: Tensor) -> Tensor:
-    """Return a tensor in host memory, to be read only after the next `fetch` from that device."""
+    """Return a tensor in host memory, to be read only after the next `fetch` in the same stream."""
     return tensor.detach().to("cpu", non_blocking=True)
 
 
@@ -40,3 +45,48 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+@contextmanager
+def aside(device: torch.device, *used: Tensor) -> Iterator[None]:
+    """Work in the payloads' stream of a device, within a block; on the CPU there are no streams.
+
+    `used` are tensors from elsewhere that the block reads: the stream waits for what the current one is still doing
+    to them, and their memory is not given to others before the stream is done with it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(torch.cuda.current_device() if device.index is None else device.index)
+    for tensor in used:
+        if tensor.is_cuda:
+            stream.wait_stream(torch.cuda.current_stream(device))
+            tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
+        yield
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+
+
+class Streams:
+    """The streams that a round's work was queued in: autograd calls hooks in those of the forward pass."""
+
+    def __init__(self) -> None:
+        self._seen: dict[torch.cuda.Stream, None] = {}
+
+    def note(self, device: torch.device) -> None:
+        """Note the current stream."""
+        if device.type == "cuda":
+            self._seen[torch.cuda.current_stream(device)] = None
+
+    def join(self, device: torch.device) -> None:
+        """Let the current stream wait for the work in all others that were noted."""
+        if device.type == "cuda":
+            current = torch.cuda.current_stream(device)
+            for stream in self._seen:
+                if stream != current:
+                    current.wait_stream(stream)
+            self._seen[current] = None

@@ -31,6 +31,15 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=dtype, device=device)
 
 
+def late(vector: Tensor) -> bool:
+    """Return whether to make room for candidates instead of waiting for their number.
+
+    CUDA has `nonzero_static`, in torch 2.6 perhaps not yet. So has the CPU, but nothing waits there, and the
+    streaming search is faster.
+    """
+    return vector.is_cuda and _has_static()
+
+
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
     low, high = torch.aminmax(vector.detach())  # NaN if there is one
@@ -70,7 +79,7 @@ def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
 def scan(vector: Tensor, search: Search) -> Candidates:
     """Return the entries at or above the floor; NaN reaches every floor. On CUDA nothing waits for their number."""
     size = vector.numel() if search.size is None else search.size
-    if not _static(vector):
+    if not late(vector):
         return streamed(vector[:size], search.floor, search.wanted)
     marks = torch.empty(size, dtype=torch.bool, device=vector.device)
     bound = torch.full((), search.floor, dtype=torch.float64, device=vector.device).to(vector.dtype)
@@ -197,15 +206,6 @@ def _largest_of(values: Tensor, r: int, number: Tensor | int) -> Tensor:
     return _places(chosen, r)
 
 
-def _static(vector: Tensor) -> bool:
-    """Return whether to make room for candidates instead of waiting for their number.
-
-    CUDA has `nonzero_static`, in torch 2.6 perhaps not yet. So has the CPU, but nothing waits there, and the
-    streaming search is faster.
-    """
-    return vector.is_cuda and _has_static()
-
-
 @functools.cache
 def _has_static() -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::nonzero_static", "CUDA")
@@ -213,7 +213,7 @@ def _has_static() -> bool:
 
 def _places(marks: Tensor, room: int) -> Tensor:
     """Return the places that are marked; where that would be a wait, as many as there is room for."""
-    if _static(marks):
+    if late(marks):
         return torch.nonzero_static(marks, size=room, fill_value=0)[:, 0]
     return marks.nonzero()[:, 0]
 

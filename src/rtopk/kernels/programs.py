@@ -262,13 +262,14 @@ def rank(
 
 @triton.jit(do_not_specialize=["number", "size"])
 def subtract(vector, indices, values, number, size, factor, SCALES: tl.constexpr, BLOCK: tl.constexpr):
-    """Subtract values, times a factor, at indices; those outside the vector are left out.
+    """Subtract values, times a factor, at indices; one outside the vector stops the card, as in torch.
 
     Who writes where: entry i of the list writes vector[indices[i]], and the indices are unique.
     """
     lanes = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < number
     places = tl.load(indices + lanes, mask=inside, other=-1)
+    tl.device_assert((places >= 0) & (places < size), "rtopk: an index lies outside the vector", mask=inside)
     inside = inside & (places >= 0) & (places < size)
     taken = tl.load(values + lanes, mask=inside, other=0.0).to(tl.float32)
     if SCALES:

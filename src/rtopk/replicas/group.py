@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from rtopk.aggregate import Decoded
 from rtopk.exchange import OWNER, Exchange
 from rtopk.kernels import NotFiniteError
 from rtopk.kernels.host import send
@@ -51,6 +52,9 @@ class Group:
             zip(layout.names, zip(layout.offsets, layout.offsets[1:], strict=False), strict=True)
         )
         self._offsets = torch.tensor(layout.offsets)
+        starts = self._offsets[:-1]
+        self._starts = send(starts, device)  # of the tensors, where the gradients are
+        self._away = self._starts is not starts  # not in host memory
         # Allocates the memory, so that a state is complete from the start.
         sparsifier.memory.add(torch.zeros(layout.size, dtype=dtype, device=device))
         self._gradient = torch.empty(0)  # of several tensors, joined; of one tensor, in place
@@ -90,7 +94,9 @@ class Group:
             for idle_name in idle & self.bounds.keys():
                 shape = self.layout.shapes[self.layout.names.index(idle_name)]
                 self.put(idle_name, torch.zeros(shape, dtype=self.dtype, device=self._device))
-            gradient = self._gradient if scale == 1.0 else self._gradient / scale
+            gradient = self._gradient
+            if scale != 1.0:  # by a tensor: CUDA multiplies by the inverse of a number
+                gradient = gradient / torch.full_like(gradient[:1], scale)
             if clip_norm is not None:
                 gradient = clip(gradient, clip_norm)
             self._before = snapshot_of(self.sparsifier.memory)
@@ -155,12 +161,11 @@ class Group:
 
     def clear(self, gradients: Mapping[str, Tensor]) -> None:
         """Set the gradients to zero, as `write` expects for a sparse mean."""
-        for name in self.bounds:
-            gradients[name].zero_()
+        torch._foreach_zero_([gradients[name] for name in self.bounds])
 
     def write(
         self,
-        mean: Tensor | SparseVector,
+        mean: Tensor | SparseVector | Decoded,
         scale: float,
         gradients: Mapping[str, Tensor],
         held: Mapping[str, Tensor],
@@ -169,8 +174,16 @@ class Group:
 
         `held` is the mean of an earlier exchange; it is added to a dense mean.
         """
-        if isinstance(mean, Tensor):
-            for name in self.bounds.keys() & held.keys():
+        if isinstance(mean, Decoded):
+            if self._limits(gradients) or not self._away:
+                mean = mean.averaged()
+            else:
+                cuts = sum(torch.searchsorted(vector.indices, self._offsets) for vector in mean.vectors)
+                self._scatter(*mean.averaged_on(self._device), torch.as_tensor(cuts), scale, gradients)
+                return
+        if isinstance(mean, Tensor) and (names := self.bounds.keys() & held.keys()):
+            mean = send(mean, self._device)  # where the held ones are
+            for name in names:
                 self._part(mean, name, held[name]).add_(held[name] / scale)
         self._keep_excess_(mean, scale, gradients)
         if isinstance(mean, Tensor):
@@ -180,20 +193,36 @@ class Group:
             for name, (begin, end) in self.bounds.items():
                 gradients[name].copy_(mean[begin:end].view(gradients[name].shape))
             return
-        values = mean.values if scale == 1.0 else mean.values * scale
-        spans = self._spans(mean)
-        indices, values = (send(part, self._device) for part in (mean.indices, values))
-        for (name, (begin, end)), here in zip(self.bounds.items(), spans, strict=True):
+        there = [send(part, self._device) for part in (mean.indices, mean.values)]
+        self._scatter(there[0], there[1], self._cuts(mean), scale, gradients)
+
+    def _scatter(
+        self, places: Tensor, values: Tensor, cuts: Tensor, scale: float, gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Write values at ascending places, which `cuts` (in host memory) divides among the tensors."""
+        numbers = send(cuts.diff(), self._device)
+        within = places - torch.repeat_interleave(self._starts, numbers, output_size=places.numel())
+        if scale != 1.0:
+            values = values * scale
+        for (name, (begin, end)), (first, last) in zip(
+            self.bounds.items(), pairwise(cuts.tolist()), strict=True
+        ):
+            if first == last:
+                continue
             gradient = gradients[name]
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_zeros(end - begin)
-            flat.scatter_(0, indices[here] - begin, values[here].to(flat.dtype))
+            flat.scatter_(0, within[first:last], values[first:last].to(flat.dtype))
             if not gradient.is_contiguous():
                 gradient.copy_(flat.view(gradient.shape))
 
-    def _spans(self, mean: SparseVector) -> list[slice]:
-        """Return where each tensor's entries lie among those of a sparse mean."""
-        cuts = torch.searchsorted(mean.indices, self._offsets.to(mean.indices.device)).tolist()
-        return [slice(begin, end) for begin, end in pairwise(cuts)]
+    def _cuts(self, mean: SparseVector) -> Tensor:
+        """Return where each tensor's entries begin among those of a sparse mean."""
+        return torch.searchsorted(mean.indices, self._offsets)
+
+    def _limits(self, gradients: Mapping[str, Tensor]) -> list[float]:
+        """Return the largest number of each gradient's dtype; nothing if no mean can exceed one."""
+        limits = [torch.finfo(gradients[name].dtype).max for name in self.bounds]
+        return limits if min(limits) < torch.finfo(torch.float32).max else []
 
     def _keep_excess_(
         self, mean: Tensor | SparseVector, scale: float, gradients: Mapping[str, Tensor]
@@ -202,15 +231,12 @@ class Group:
 
         Every rank puts the same excess back, and its mean over the ranks is the excess.
         """
-        values = mean if isinstance(mean, Tensor) else mean.values
-        limits = {name: torch.finfo(gradients[name].dtype).max for name in self.bounds}
-        widest = torch.finfo(values.dtype).max
-        if all(limit >= widest for limit in limits.values()):
+        limits = self._limits(gradients)
+        if not limits:
             return
-        spans = (
-            [slice(*span) for span in self.bounds.values()] if isinstance(mean, Tensor) else self._spans(mean)
-        )
-        for limit, here in zip(limits.values(), spans, strict=True):
+        values = mean if isinstance(mean, Tensor) else mean.values
+        cuts = self.layout.offsets if isinstance(mean, Tensor) else self._cuts(mean).tolist()
+        for limit, here in zip(limits, (slice(*span) for span in pairwise(cuts)), strict=True):
             bounded = values[here].clamp(-limit / scale, limit / scale)
             excess = values[here] - bounded
             over = excess.nonzero()[:, 0]

@@ -10,7 +10,8 @@ and messages follow once all ranks are known to have the same density.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rtopk.codec import PayloadError
 from rtopk.exchange import Message, send
+from rtopk.kernels.host import Streams
 from rtopk.replicas import control
 from rtopk.replicas.control import Control, GradientNotFinite
 from rtopk.replicas.group import Group, TensorNotFiniteError
@@ -54,11 +56,12 @@ class Round:
             None  # an error that all ranks know before the first message; none is sent
         )
         self.selection_seconds = self.exchange_seconds = 0.0
+        self.device, self.streams = state.device, Streams()
         plain = self.scale == 1.0 and not state.may_be_idle and state.options.clip_norm is None
-        for group in state.groups:
-            group.begin(plain)
         density, status = 0.0, control.FINE
         try:
+            for group in state.groups:
+                group.begin(plain)
             density = state.ask()
         except Exception as error:
             self.failure, status = error, control.FAILED
@@ -72,9 +75,16 @@ class Round:
         """
         if held is not None:
             self.held[name] = held
-        try:
+        self.streams.note(self.device)
+        with self.telling():
             self.state.group_of[name].put(name, gradient)
-        except Exception as error:  # out of memory, for one: the others wait for a message
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks of an error within the block, out of memory for one: they wait for a message."""
+        try:
+            yield
+        except Exception as error:
             self.failure = self.failure or error
 
     def send(self, groups: list[Group], idle: set[str]) -> None:
@@ -82,6 +92,7 @@ class Round:
         self._open()
         if self.verdict is not None:
             return
+        self.streams.join(self.device)
         started, state = time.perf_counter(), self.state
         holds = any(name in self.held for group in groups for name in group.bounds)
         status, culprit, weights = control.HOLDS if holds else control.FINE, 0, 0
@@ -126,6 +137,7 @@ class Round:
     def finish(self, gradients: Mapping[str, Tensor]) -> None:
         """Wait for the messages and write the mean into the gradients; or make them NaN, and skip or raise."""
         started, state = time.perf_counter(), self.state
+        self.streams.join(self.device)
         plain = self.failure is None and self.verdict is None and not self.held
         sparse = {group: plain and group.is_sparse(state.step) for group in state.groups}
         try:

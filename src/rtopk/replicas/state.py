@@ -72,6 +72,7 @@ class State:
         self._scale = 1.0
         self.parameters = dict(parameters)
         self.layout = Layout.of(self.tensors.items(), options.dense)
+        self.device = next(iter(self.tensors.values())).device
         self.groups = self._make_groups()
         self.group_of = {name: group for group in self.groups for name in group.layout.names}
         self.corrects_momentum = any(
@@ -115,7 +116,6 @@ class State:
         dtype = torch.float32  # of residuals: at least this
         for tensor in self.tensors.values():
             dtype = torch.promote_types(dtype, tensor.dtype)
-        device = next(iter(self.tensors.values())).device
         layouts = [(self.seed, self.layout)]
         if self.options.scope == "bucket":
             # One selection per tensor, however the engine groups them into buckets.
@@ -123,16 +123,16 @@ class State:
                 (derive(self.seed, name), Layout.of([(name, tensor)], self.options.dense))
                 for name, tensor in self.tensors.items()
             ]
-        return [self._make_group(seed, layout, dtype, device) for seed, layout in layouts]
+        return [self._make_group(seed, layout, dtype) for seed, layout in layouts]
 
-    def _make_group(self, seed: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Group:
+    def _make_group(self, seed: int, layout: Layout, dtype: torch.dtype) -> Group:
         options, memory = self.options, self.options.make_memory()
         exchange = options.make_exchange(self.transport, layout, seed, memory, self.density)
         selector = cast(Selector, options.selector)
         sparsifier = Sparsifier(
             selector, self.density, memory, exchange.codec, seed, node=self.rank, layout=layout
         )
-        return Group(layout, sparsifier, exchange, dtype, device)
+        return Group(layout, sparsifier, exchange, dtype, self.device)
 
     def density(self, step: int) -> float:
         """Return the density of a step: 1 in the dense phase and in a flush, else as scheduled."""

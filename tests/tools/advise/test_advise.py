@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rtopk.studies.bench import traffic
 from rtopk.studies.bench.link import METHODS, LinkRow
 from rtopk.tools.advise import Link, Machine, Workload, choose, predict, reference
 from rtopk.tools.advise.advice import Scenario, compare, median_error, simulate
 from rtopk.tools.advise.cost import HEADERS, _buckets, workload
+from rtopk.tools.advise.device import on_device
 from rtopk.tools.advise.machine import Line, fit
 
 FREE = Machine(
@@ -214,3 +216,30 @@ def test_the_command_says_what_is_missing(rtopk):
     ended = rtopk("advise")
     assert ended.returncode == 2
     assert "--mbit, or --probe" in ended.stderr
+
+
+def test_the_parts_of_a_card_are_predicted_and_say_so(rtopk):
+    """Slow links: the local part shrinks. Fast links: NCCL is not Gloo, and dense wins."""
+    arguments = ("advise", "--model", "11.2M", "--nodes", "4", "--step-ms", "100")
+    told = json.loads(rtopk(*arguments, "--mbit", "100", "--device", "a100", "--json").stdout)
+    assert told["machine"].endswith("with a100 (2.0 TB/s): predicted, not run on a GPU")
+    methods = {(m["method"], m["density"], m["values"]): m for m in told["methods"]}
+    assert ("topk-allgather", 0.01, None) not in methods  # no model of torch.topk
+    here = json.loads(rtopk(*arguments, "--mbit", "100", "--json").stdout)
+    for method in here["methods"]:
+        found = methods.get((method["method"], method["density"], method["values"]))
+        assert found is None or found["local_ms"] <= method["local_ms"]
+        assert found is None or found["payload_bytes"] == method["payload_bytes"]
+    assert "use dense" in rtopk(*arguments, "--mbit", "100000", "--device", "h100").stdout
+    assert on_device(reference(), "cpu") == reference()
+    wrong = rtopk(*arguments, "--mbit", "100", "--device", "tpu")
+    assert wrong.returncode != 0
+    assert "device must be one of cpu, cuda, a100, h100, got 'tpu'" in wrong.stderr
+
+
+def test_a_card_takes_what_the_traffic_model_says():
+    """With the default r = 2 k, and averaging aside, selection is the hook's row of `rtopk bench traffic`."""
+    size, k = 66_000_000, 66_000
+    stages = traffic.STEPS["the hook, fp32 gradient"][:-1]
+    expected = sum(s.bytes(size, 0.001, 2.0) / 2e12 + s.launches * traffic.LAUNCH for s in stages)
+    assert on_device(reference(), "a100").select["rtopk"].seconds(size, k) == pytest.approx(expected)

@@ -17,7 +17,13 @@ SPARE = 1.05  # candidates for each of the r wanted, with a good guess
 
 PCIE = 25e9  # bytes a second of a pinned copy over PCIe 4 x16
 CALL = 10e-6  # seconds for such a copy to begin
+RANKS = 8  # whose payloads a step of the hook averages
+TENSORS = 60  # of a model
 ENCODE = 4e-9  # seconds an entry takes to encode on a host: `rtopk bench codec`, docs/wire-format.md
+DECODE = 3.3e-9  # seconds an entry takes to decode on a host: the same table
+# Seconds an entry takes to decode, join with those of other ranks, add and write on a host: the `average` that
+# `rtopk advise --measure` found, rtopk/tools/advise/reference.json.
+RECEIVE = 22e-9
 LANE = 0.25e9  # bytes a second that one thread of a card can put through a checksum whose every step needs the last
 
 
@@ -44,6 +50,17 @@ SELECT = (
     Stage("rank, and take what was drawn", candidate=4 + 8 + 12, sent=2 * SECTOR + 24, launches=5),
     Stage("subtract what was sent", sent=12 + 2 * SECTOR),
 )
+SORT = 8 * 2 * 8  # bytes for each entry: eight passes that read and write a position
+# Of each entry that arrives: sort, find its place twice, add it there, divide, and write it into its gradient.
+MEAN = SORT + 4 * 8 + (12 + 2 * SECTOR) + 8 + (SECTOR + 4) + (12 + SECTOR)
+
+
+def average_stage(ranks: int) -> "Stage":
+    """Return what averaging so many payloads moves, once their entries are on the device."""
+    launches = 2 * ranks + 8 + TENSORS
+    return Stage("average what arrived, write it", sent=ranks * MEAN, launches=launches)
+
+
 STEPS: dict[str, tuple[Stage, ...]] = {
     "residual.add_(gradient)": (Stage("read two, write one", entry=12),),
     "compress, fp32 gradient": (
@@ -62,10 +79,11 @@ STEPS: dict[str, tuple[Stage, ...]] = {
         *SELECT,
     ),
     "the hook, fp32 gradient": (
-        Stage("put: residual + gradient", entry=12, launches=60),
+        Stage("put: residual + gradient", entry=12, launches=TENSORS),
         Stage("mark, and check what is finite", entry=4 + MARKS),
         *SELECT,
-        Stage("clear the gradient", entry=4, launches=60),
+        Stage("clear the gradient", entry=4, launches=2),
+        average_stage(RANKS),
     ),
 }
 
@@ -103,6 +121,24 @@ def packing(k: int, bytes_per_entry: float = 5.0) -> dict[str, float]:
     return {"host": 1e3 * host, "device": 1e3 * payload / LANE}
 
 
+def averaging(k: int, ranks: int, bytes_per_entry: float = 5.0) -> dict[str, float]:
+    """Return the milliseconds from the payloads of all ranks to gradients, by where the work is done.
+
+    host: decode and average there, copy the mean up. entries: decode on the host, copy the entries up, average on
+    the device (at 2 TB/s). payloads: the checksum on the device alone, one thread for each payload; reading codes
+    and values, which can go on beside it, is left out.
+    """
+    arrived = ranks * k
+    copied = 2 * CALL + 12 * arrived / PCIE
+    stage = average_stage(ranks)
+    device = stage.sent * k / 2e12 + stage.launches * LAUNCH
+    return {
+        "host": 1e3 * (RECEIVE * arrived + copied + TENSORS * LAUNCH),
+        "entries": 1e3 * (DECODE * arrived + copied + device),
+        "payloads": 1e3 * bytes_per_entry * k / LANE,
+    }
+
+
 def table(sizes: tuple[int, ...] = SIZES) -> list[list[str]]:
     """Return the rows of the table in docs/gpu.md, heads first."""
     heads = ["step", "entries", "bytes per entry", "launches", *(f"ms at {rate} TB/s" for rate in BANDWIDTHS)]
@@ -122,3 +158,22 @@ def packing_table(sizes: tuple[int, ...] = SIZES) -> list[list[str]]:
         found = packing(k)
         rows.append([f"{d / 1e6:,.0f} M", f"{k:,}", f"{found['host']:.2f}", f"{found['device']:.2f}"])
     return [["entries", "sent", "ms, on the host", "ms, checksum on the device alone"], *rows]
+
+
+def averaging_table(
+    sizes: tuple[int, ...] = SIZES[:2], ranks: tuple[int, ...] = (2, 8, 32)
+) -> list[list[str]]:
+    """Return where averaging is faster, by the model, heads first."""
+    heads = [
+        "entries",
+        "ranks",
+        "ms, all on the host",
+        "ms, averaged on the device",
+        "ms, checksums on the device alone",
+    ]
+    rows = []
+    for d in sizes:
+        for number in ranks:
+            found = averaging(round(DENSITY * d), number)
+            rows.append([f"{d / 1e6:,.0f} M", f"{number}", *(f"{ms:.2f}" for ms in found.values())])
+    return [heads, *rows]

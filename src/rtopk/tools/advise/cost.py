@@ -92,8 +92,8 @@ class Prediction:
 
 
 def predict(machine: Machine, work: Workload, link: Link) -> list[Prediction]:
-    """Predict every method of `rtopk bench link`."""
-    return [_predict(machine, work, link, *key) for key in METHODS]
+    """Predict every method of `rtopk bench link` for which there are parts."""
+    return [_predict(machine, work, link, *key) for key in METHODS if key[0] in {*machine.select, *OURS}]
 
 
 def _predict(
@@ -146,11 +146,13 @@ def _predict_all_reduce(
     entries = max(1, round(density * (size - tail))) + tail
     parts = Codec(values=values, dense_size=tail // n, fixed=True).capacity(size // n, entries // n)
     parts += SHORT.size - HEADER.size
+    host = machine.host or machine
     received = (n - 1) * (2 * parts + NOTE_BYTES)
     local = (
-        machine.select["rtopk"].seconds(size * (1 + 1 / n), entries)
+        machine.select["rtopk"].seconds(size, entries)
+        + host.select["rtopk"].seconds(size / n)
         + machine.encode[values].seconds(size, entries * (1 + 1 / n))
-        + machine.average[values].seconds(size, 2 * entries)
+        + host.average[values].seconds(size, 2 * entries)
         + 1e-3 * PART_MS * n
     ) * link.sharing
     wire = _wire(machine, link, received, n + 1)

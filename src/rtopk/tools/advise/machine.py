@@ -26,14 +26,15 @@ NODES = 2  # of the measurement
 
 @dataclass(frozen=True)
 class Line:
-    """A cost in nanoseconds: so much per entry of the model, so much per entry sent (or received)."""
+    """A cost in nanoseconds: so much per entry of the model, so much per entry sent (or received), and at all."""
 
     entry: float
     sent: float = 0.0
+    fixed: float = 0.0
 
     def seconds(self, size: float, sent: float = 0.0) -> float:
         """Return the cost of `size` entries of which `sent` are sent."""
-        return 1e-9 * (self.entry * size + self.sent * sent)
+        return 1e-9 * (self.entry * size + self.sent * sent + self.fixed)
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,20 @@ class Machine:
     average: Mapping[str, Line]  # values -> decoding and averaging; `sent` is per entry received
     byte_ns: float  # of the software between a rank and its link, per byte of a collective
     message_ms: float  # of a collective's step from one rank to the next, without the link's latency
+    host: "Machine | None" = None  # in whose memory owners work, if not in this one's
 
     def as_json(self) -> dict[str, Any]:
         """Return plain numbers."""
-        return asdict(self)
+        return {name: part for name, part in asdict(self).items() if name != "host"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Machine":
         """Read what `as_json` returned."""
-        lines = {
-            part: {name: Line(**line) for name, line in data[part].items()}
+        select, encode, average = (
+            {name: Line(**line) for name, line in data[part].items()}
             for part in ("select", "encode", "average")
-        }
-        return cls(data["name"], **lines, byte_ns=data["byte_ns"], message_ms=data["message_ms"])
+        )
+        return cls(data["name"], select, encode, average, data["byte_ns"], data["message_ms"])
 
 
 def reference() -> Machine:

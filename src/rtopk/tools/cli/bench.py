@@ -154,6 +154,7 @@ def traffic(
     for title, (heads, *rows) in (
         ("a step: predicted, not run on a GPU", model.table()),
         ("packing: predicted, not run on a GPU", model.packing_table()),
+        ("averaging: predicted, not run on a GPU", model.averaging_table()),
     ):
         if markdown:
             print(f"**{title[0].upper()}{title[1:]}.**\n", *in_markdown(heads, rows), sep="\n", end="\n\n")

@@ -76,6 +76,7 @@ def advise(
     mbit: float | None = typer.Option(None, "--mbit", help="Mbit/s of each node's link."),
     latency_ms: float | None = typer.Option(None, "--latency-ms", min=0, help="One way; 0.1 if not said."),
     step_ms: float = typer.Option(100.0, "--step-ms", min=0, help="A step without communication."),
+    device: str = typer.Option("cpu", "--device", help="cpu, cuda, a100 or h100; other than cpu: predicted."),
     probe: str | None = typer.Option(None, "--probe", help="HOST:PORT of a host that runs --listen."),
     listen: int | None = typer.Option(None, "--listen", help="Serve one --probe on this port."),
     measure: bool = typer.Option(False, "--measure", help="Measure this machine's parts, 1-2 minutes."),
@@ -91,13 +92,15 @@ def advise(
     """Predict the step time of each method and recommend one.
 
     Predictions come from measured parts: selection, codec, software and wire. Without --measure they are
-    those of the machine that the documentation was measured on.
+    those of the machine that the documentation was measured on. With --device the parts of a card are
+    predicted from the bytes that it moves: none has been run on one.
     """
     from rtopk.tools.advise import Link, Machine, choose, output, predict, reference
     from rtopk.tools.advise import machine as machines
     from rtopk.tools.advise.advice import compare, median_error
     from rtopk.tools.advise.advice import simulate as simulate_all
     from rtopk.tools.advise.cost import workload
+    from rtopk.tools.advise.device import on_device
     from rtopk.tools.show.terminal import errors
 
     if listen is not None:
@@ -112,6 +115,8 @@ def advise(
         machine = reference()
     if keep is not None:
         keep.write_text(json.dumps(machine.as_json(), indent=1) + "\n")
+    with wrong_use():
+        machine = on_device(machine, device)
     if simulate:
         points = list(simulate_all(machine))
         if picture is not None:
