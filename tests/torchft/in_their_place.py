@@ -37,9 +37,10 @@ def counted(books, update, group):
     return real(books, update, group)
 
 
-rtopk.torchft.Books.allreduce = counted
-torchft.process_group.ProcessGroupGloo = torchft.ProcessGroupGloo = Group
-torchft.local_sgd.DiLoCo, torchft.local_sgd.LocalSGD = DiLoCo, LocalSGD
+def pytest_configure(config):
+    rtopk.torchft.Books.allreduce = counted
+    torchft.process_group.ProcessGroupGloo = torchft.ProcessGroupGloo = Group
+    torchft.local_sgd.DiLoCo, torchft.local_sgd.LocalSGD = DiLoCo, LocalSGD
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -74,7 +74,7 @@ class Fragment(CommonWeights):
             work, others = transport.start(payload), transport.nodes - 1
 
             def arriving() -> tuple[Tensor, Traffic]:
-                mean = self.exchange.average(work.wait(), sparse=False)  # type: ignore[union-attr]
+                mean = self.exchange.average(work.wait())  # type: ignore[union-attr]
                 return torch.as_tensor(mean), Traffic(payload.numel(), others * payload.numel())
 
             self._arriving = arriving

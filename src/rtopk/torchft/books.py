@@ -139,6 +139,7 @@ class Books:
             try:
                 payload = node.compress(update, step)
             except ValueError as error:  # not finite; the others go on without it
+                restore(node.memory, before)  # on a device selection is what finds it
                 self.finite = False
                 log.warning("step %d, fragment %d: this replica sends nothing: %s", step, self.number, error)
             else:
