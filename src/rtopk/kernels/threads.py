@@ -7,7 +7,7 @@ hang, a plain pool is used. Both allow several callers at once.
 
 A region ends when its last thread does. Beside other work, such as data loaders or the other ranks of a host, a
 thread may be put aside for milliseconds, and all wait for it. So each kind of work is timed: where threads took
-longer than the processor time of all tasks, it stays in one thread for a while, twice as long after every failure.
+longer than the processor time of all tasks, it stays in one thread for a while, longer after every failure.
 """
 
 import ctypes
@@ -28,8 +28,6 @@ Cuts = tuple[tuple[int, int], ...]  # where ranges begin and end
 
 MOST = 8  # more threads than this do not move memory faster
 INLINE = 1 << 18  # below this many entries, waking a thread costs more than it saves
-PIECE = 1 << 20  # entries of a range, if there are many: a thread that comes late then has less to do
-PIECES = 4  # at most, for each thread
 PATIENCE = 1024  # the most times that work stays in one thread before threads are tried again
 
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -68,7 +66,7 @@ class _Trial:
     def judge(self, elapsed: float, alone: float) -> None:
         """Compare the time that threads took with the time that one would have needed."""
         slower = elapsed > alone
-        self.pause = min(PATIENCE, 2 * self.pause) if slower else max(2, self.pause // 4)
+        self.pause = min(PATIENCE, 4 * self.pause) if slower else max(2, self.pause // 4)
         self.left = self.pause if slower else 0
 
 
@@ -83,10 +81,8 @@ def _timed(task: Callable[[], R], spent: list[float]) -> R:
 
 
 def ranges(size: int, multiple: int, inline: int = INLINE) -> Cuts:
-    """Cut `size` entries into ranges for the threads, at multiples of `multiple`; below `inline` into one."""
-    threads = 1 if size < inline else max(1, min(torch.get_num_threads(), MOST))
-    pieces = 1 if threads == 1 else max(1, min(PIECES, size // (threads * PIECE)))
-    return _cuts(size, multiple, threads * pieces)
+    """Cut `size` entries into one range for each thread, at multiples of `multiple`; below `inline` into one."""
+    return _cuts(size, multiple, 1 if size < inline else max(1, min(torch.get_num_threads(), MOST)))
 
 
 # Cached: a step starts with cold processor caches, so even a short computation is slow.
