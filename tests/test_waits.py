@@ -167,16 +167,50 @@ def test_a_memory_that_is_not_given_parts(alone, chosen, options, scale):
         assert [len(costs[step][0]) for step in (1, 3)] == [1, 1], costs
 
 
+OTHERS = {  # options, waits of a step: the table in docs/gpu.md
+    "clipped": ({"clip_norm": 1.0}, 1 + 1),
+    "idle": ({}, 1 + 3),
+    "idle, momentum": ({"memory": "momentum-correction"}, 1 + 7),
+    "bucket": ({"scope": "bucket"}, 2 * 1 + 2 * 2),
+    "verified": ({"verify_every": 1}, 1 + len(SIZES)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["triton"], indirect=True)
+@pytest.mark.parametrize("way", OTHERS)
+def test_what_else_waits(alone, chosen, way):
+    options, expected = OTHERS[way]
+    idle = {"a.weight", "a.bias"} if "idle" in way else set()
+    with FakeDevice() as device:
+        parameters = {name: device.tensor(torch.zeros(shape)) for name, shape in SIZES.items()}
+        transport = AllGather(None, parameters["a.weight"].device)
+        state = State(parameters, Options(density=DENSITY, **options).resolved(1), transport)
+        state.may_be_idle = bool(idle)
+        for step in range(3):
+            fresh = {name: device.tensor(g) for name, g in gradients(step).items()}
+            device.begin()
+            this = Round(state)
+            for name in fresh.keys() - idle:
+                this.put(name, fresh[name])
+            for groups in [[group] for group in state.groups] if way == "bucket" else [state.groups]:
+                this.send(groups, idle)
+            this.finish(fresh)
+            assert step == 0 or len(device.waits) == expected, device.waits
+
+
 class Lockstep(AllGather):
     """Ranks of one process that take turns: each sends before any of them waits. Payloads travel on `device`."""
 
-    def __init__(self, rank, board, device):
-        self.rank, self.nodes, self.local = rank, len(board), range(rank, rank + 1)
-        self.board, self.device = board, device
+    def __init__(self, rank, boards, nodes, device):
+        self.rank, self.nodes, self.local = rank, nodes, range(rank, rank + 1)
+        self.boards, self.device, self.number = boards, device, 0
 
     def start(self, payload):
-        self.board[self.rank] = send(payload, self.device)
-        return Arriving(self.board, payload)
+        board = self.boards.setdefault(self.number, [None] * self.nodes)
+        board[self.rank] = send(payload, self.device)
+        self.number += 1
+        return Arriving(board, payload)
 
 
 class Arriving:
@@ -196,28 +230,25 @@ class Arriving:
 def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.float32, **options):
     """Run rounds of several ranks; return the gradients and residuals after each, and the last rank's waits."""
     make = on.tensor if on else torch.clone
-    board = [None] * ranks
-    states = []
+    boards, states = {}, []  # what each rank sent, by the number of the collective
     for rank in range(ranks):
         parameters = {name: make(torch.zeros(shape, dtype=dtype)) for name, shape in SIZES.items()}
         like = next(iter(parameters.values()))
-        transport = Lockstep(rank, board, like.device if nccl else torch.device("cpu"))
-        states.append(State(parameters, Options(density=0.005, **options).resolved(ranks), transport))
+        transport = Lockstep(rank, boards, ranks, like.device if nccl else torch.device("cpu"))
+        states.append(State(parameters, Options(**{"density": 0.005, **options}).resolved(ranks), transport))
     made, costs = [], []
     for step in range(steps):
         fresh = [
             {name: make(g.to(dtype)) for name, g in gradients((step, rank)).items()} for rank in range(ranks)
         ]
         held = {name: make(gradients("held")[name].to(dtype)) for name in held_in} if step == 2 else {}
-        rounds = []
-        for state, mine in zip(states, fresh, strict=True):
+        rounds = [Round(state) for state in states]
+        for this, state, mine in zip(rounds, states, fresh, strict=True):
             if on:
                 on.begin()
-            this = Round(state)
             for name, gradient in mine.items():
                 this.put(name, gradient, held.get(name))
             this.send(state.groups, set())
-            rounds.append(this)
         sending = list(on.waits) if on else []
         for this, mine in zip(rounds, fresh, strict=True):
             if on:
@@ -235,6 +266,7 @@ WAYS = {  # over NCCL?, options; the biases, which every rank sends, are positio
     "gloo": (False, {}),
     "mean over the received": (False, {"memory": "none"}),
     "a second backward": (True, {"held_in": ("b.weight", "a.bias")}),
+    "the density may change": (True, {"density": lambda step: 0.005}),
 }
 
 
@@ -253,7 +285,7 @@ def test_ranks_average_on_the_device(chosen, way):
     entries = state.groups[0].sparsifier.entries(state.layout.size, 0)
     for step, (sending, finishing, up) in list(enumerate(costs))[1:]:
         if chosen == "triton" and "memory" not in options:
-            assert len(sending) == 1, sending
+            assert len(sending) == 1 + ("density" in options), sending
         assert len(finishing) == nccl, finishing
         if not (step == 2 and "held_in" in options):
             assert up <= 3 * 12 * entries + 8 * (len(SIZES) + 1)
