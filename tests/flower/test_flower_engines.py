@@ -99,6 +99,7 @@ def test_a_killed_supernode_goes_on(tmp_path):
     assert engines.leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_deployment(tmp_path):
     """A SuperLink and a SuperNode, each with children of its own, whose starter ends without a word."""
     program = """

@@ -101,11 +101,11 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float3
 DENSE: dict[str, dict[str, Any]] = {
     "global": {},
     "bucket, accumulation": {"scope": "bucket", "loss": accumulating},
-    "bf16 parameters, fp32 reduction": {"how": {"mp_policy": LOW}},
 }
 MORE_DENSE: dict[str, dict[str, Any]] = {
     "bucket": {"scope": "bucket"},
     "tied": {"make": tied},
+    "bf16 parameters, fp32 reduction": {"how": {"mp_policy": LOW}},
     "global, twice": {"loss": twice},
     "clipping": {"loop": clipping},
     "bucket, twice": {"scope": "bucket", "loss": twice},

@@ -40,6 +40,7 @@ def test_nothing_is_compiled_at_import(tmp_path):
     assert compiled == []
 
 
+@pytest.mark.slow
 def test_it_is_said_once_and_only_if_something_is_compiled(tmp_path):
     program = """
 import torch

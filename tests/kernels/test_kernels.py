@@ -243,6 +243,7 @@ def test_the_sample_is_of_the_sums_that_the_pass_writes():
     assert LARGE_R <= int((vector.abs() >= search.found.floor).sum()) <= 1.5 * LARGE_R
 
 
+@pytest.mark.slow
 def test_a_jump_of_scale_needs_no_second_scan_where_r_is_large():
     node = Sparsifier(TopK(), LARGE_R / LARGE_D, NoMemory())
     for step in range(8):

@@ -129,6 +129,7 @@ def alone(tmp_path_factory):
     return json.loads(found.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYED, ids=str)
 def test_rivals_keep_what_they_do_not_send(alone, key):
     method, density, _ = key

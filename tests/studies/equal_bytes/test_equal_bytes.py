@@ -162,6 +162,7 @@ def test_a_rule_from_a_file_of_ones_own_takes_part(tmp_path, monkeypatch):
     assert "--only must be one of" in CliRunner().invoke(app, ["rivals", "--smoke", "--only", "best"]).output
 
 
+@pytest.mark.slow
 def test_a_page_takes_the_tables_between_its_marks(tmp_path):
     begin, end = marks("digits")
     page = tmp_path / "page.md"

@@ -32,7 +32,9 @@ def call(name, folder, *more):
     return result.stdout
 
 
-@pytest.mark.parametrize("name", ["risk", "bounds", "convergence", "inspect"])
+@pytest.mark.parametrize(
+    "name", ["bounds", "inspect", *(pytest.param(n, marks=pytest.mark.slow) for n in ("risk", "convergence"))]
+)
 def test_json_is_one_object(name, tmp_path):
     report = json.loads(call(name, tmp_path, "--json"))
     assert len(report["pictures"]) == 2 * len(PICTURES[name])

@@ -96,6 +96,7 @@ def children_of(pid):
     return path.exists() and len(path.read_text().split()) >= 3  # two workers and a tracker
 
 
+@pytest.mark.slow
 def test_sigterm_of_a_run_saves_it(tmp_path):
     run = start("train", "--rounds", "100000", "--out", tmp_path / "run")
     until(lambda: (tmp_path / "run/events.jsonl").exists() and (tmp_path / "run/events.jsonl").stat().st_size)

@@ -4,12 +4,18 @@ The colours are told apart with any colour vision (after Okabe and Ito). There a
 backgrounds, each with a contrast of at least 3 to 1; dashes and markers say the same again.
 """
 
-METHODS = ("dense", "top-k", "random-k", "rtop-k", "dealt-k", "rage-k", "threshold", "powersgd")  # by slot
-LIGHT = ("#1a1a1a", "#0072b2", "#008a64", "#d55e00", "#a3487f", "#806000", "#707070", "#4b3fa7")
-DARK = ("#f2f2f2", "#56b4e9", "#2fc79a", "#ff8a3d", "#e29ac7", "#f0e442", "#a0a0a0", "#a99cff")
+METHODS = (
+    "dense", "top-k", "random-k", "rtop-k", "dealt-k", "rage-k",
+    "threshold", "powersgd", "chunked-k",
+)  # fmt: skip
+LIGHT = ("#1a1a1a", "#0072b2", "#008a64", "#d55e00", "#a3487f", "#806000", "#707070", "#4b3fa7", "#8c1c13")
+DARK = ("#f2f2f2", "#56b4e9", "#2fc79a", "#ff8a3d", "#e29ac7", "#f0e442", "#a0a0a0", "#a99cff", "#c2705f")
 DASHES = ("solid", "dash", "dot", "dashdot")
-PLOTLY_MARKERS = ("square", "triangle-up", "triangle-down", "circle", "diamond", "x", "cross", "star")
-MARKERS = ("s", "^", "v", "o", "D", "X", "P", "*")
+PLOTLY_MARKERS = (
+    "square", "triangle-up", "triangle-down", "circle", "diamond", "x",
+    "cross", "star", "hexagon",
+)  # fmt: skip
+MARKERS = ("s", "^", "v", "o", "D", "X", "P", "*", "h")
 CYCLE = (3, 1, 2, 4, 0, 5)  # slots of lines that are no methods, such as rounds or densities
 
 
