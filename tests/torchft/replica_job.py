@@ -87,7 +87,7 @@ def main(number: int, folder: Path, lighthouse: str) -> None:
                 "bytes": trainer.books[0].bytes_sent,
             }
             with (folder / f"log-{number}").open("a") as log:
-                log.write(json.dumps(line) + "\n")
+                log.write("\n" + json.dumps(line))
     fragment.restore_parameters()
     (folder / f"end-{number}").write_text(json.dumps(task.evaluate(model)))
     (folder / f"leave-{number}").touch()

@@ -171,7 +171,6 @@ STUDIES = {
     "exchange": _study(
         "study-exchange", "All-gather and all-reduce, distributed, error feedback, 99 %",
         dataclasses.replace(_BATCHES, batch=8, rounds=600), _RATES, [*_exchanges(5), *_exchanges(20)],
-        tuning_seeds=3,
     ),
     "shipped": _study(
         "study-shipped", "As the README's diff runs: digits, momentum 0.9, biases in full", _BATCHES, _RATES,
