@@ -87,6 +87,18 @@ def test_one_rank_at_density_one_is_plain_training():
     assert torch.allclose(model.weight, plain.weight, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1}])
+def test_synchronise_leaves_nothing_on_its_way(options):
+    model = make()
+    local = LocalSGD(model, 4, density=1.0, **options)
+    train(model, local, 3, 0)  # with a delay, a fragment is on its way
+    assert any(fragment.in_flight for fragment in local.fragments) == bool(options)
+    local.synchronise()
+    assert not any(fragment.in_flight for fragment in local.fragments)
+    assert torch.equal(local.common, torch.cat([model.weight.detach().flatten(), model.bias.detach()]))
+    assert not torch.equal(local.common, torch.full((7,), 0.1))
+
+
 def test_the_mean_follows_the_memory():
     assert LocalSGD(make(), 1).mean == "nodes"
     assert LocalSGD(make(), 1, memory=NoMemory()).mean == "received"

@@ -62,7 +62,8 @@ class LocalSGD:
     world is one rank. The mean is over all ranks, and without a memory over those that sent an entry.
 
     fragments: cut the model into so many parts, each synchronised every `local_steps`, one after the other.
-    delay: apply a mean so many local steps after its payload was sent; it travels while training goes on.
+    delay: apply a mean so many local steps after its payload was sent; it travels while training goes on. What a
+        rank learns meanwhile is dropped then, but for `mix`, as in Streaming DiLoCo.
     mix: how much of its own weights a rank keeps when a mean is applied, in [0, 1).
     """
 
@@ -165,7 +166,7 @@ class LocalSGD:
         return applied
 
     def synchronise(self) -> None:
-        """Send and apply everything now, whatever is due; all ranks must do so at the same step."""
+        """Apply what is on its way, or else send and apply, now; all ranks must do so at the same step."""
         for fragment in self.fragments:
             if not fragment.in_flight:
                 fragment.send(overlap=False)

@@ -164,13 +164,18 @@ class Rank:
         self.start = torch.zeros(1, requires_grad=True)
 
     def load(self, model: str) -> dict[str, Any]:
-        """Make a model, take two steps without communication: DDP rebuilds its buckets after the first."""
+        """Make a model, and what the engine needs of it."""
         if dist.get_rank() == 0:
             link_methods.compile_loops()  # once, on disk for the others, who wait
         dist.barrier()
         self.methods.clear()
-        self.current = link_methods.Off()
         self.stand_in = StandIn(model, dist.get_rank())
+        self.prepare()
+        return {"size": self.stand_in.size}
+
+    def prepare(self) -> None:
+        """Wrap the model, take two steps without communication: DDP rebuilds its buckets after the first."""
+        self.current = link_methods.Off()
         # Batch norm's buffers are no gradients: DDP would broadcast them in forward, with every method alike.
         self.ddp = DistributedDataParallel(
             self.stand_in, gradient_as_bucket_view=True, forward_sync_buffers=False
@@ -178,7 +183,6 @@ class Rank:
         self.ddp.register_comm_hook(self, _dispatch)
         self._step()
         self._step()
-        return {"size": self.stand_in.size}
 
     def compute(self) -> dict[str, Any]:
         """Measure a real step; asked of one rank while the others wait."""

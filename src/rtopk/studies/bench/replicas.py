@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rtopk.studies.bench import StandIn
-from rtopk.studies.bench.link_methods import Parts, compile_loops
+from rtopk.studies.bench.link_methods import Parts
 from rtopk.studies.bench.ranks import Rank
 
 PORT = 29_510  # of the first lighthouse; each method has its own, so that no quorum has two methods
@@ -94,14 +94,8 @@ class Replica:
 class ReplicaRank(Rank):
     """A replica, and the methods that have been used on it."""
 
-    def load(self, model: str) -> dict[str, Any]:
-        """Make a model; its methods share it."""
-        if dist.get_rank() == 0:
-            compile_loops()  # once, on disk for the others, who wait
-        dist.barrier()
-        self.methods.clear()
-        self.stand_in = StandIn(model, dist.get_rank())
-        return {"size": self.stand_in.size}
+    def prepare(self) -> None:
+        """Do nothing: the methods share the model."""
 
     def make(self, method: str, density: float | None, values: str | None) -> Replica:
         """Let a method join the others."""

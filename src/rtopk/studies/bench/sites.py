@@ -6,7 +6,7 @@ site meets the shaped link. Native HSDP is beside ours; "off" shards within the 
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rtopk.fsdp
 from rtopk.studies.bench import StandIn, Wait
-from rtopk.studies.bench.link_methods import Parts, RTopK, compile_loops
+from rtopk.studies.bench.link_methods import Parts, RTopK
 from rtopk.studies.bench.ranks import Rank
 
 RANKS = 2  # per site
@@ -88,14 +88,8 @@ class Sharded:
 class SiteRank(Rank):
     """A rank of a site, and the methods that have been used on it."""
 
-    def load(self, model: str) -> dict[str, Any]:
-        """Make the gradients of a model; each method shards its own copy."""
-        if dist.get_rank() == 0:
-            compile_loops()  # once, on disk for the others, who wait
-        dist.barrier()
-        self.methods.clear()
-        self.stand_in = StandIn(model, dist.get_rank())
-        return {"size": self.stand_in.size}
+    def prepare(self) -> None:
+        """Do nothing: each method shards its own copy."""
 
     def make(self, method: str, density: float | None, values: str | None) -> Sharded:
         """Shard a copy of the model for a method."""
