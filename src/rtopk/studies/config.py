@@ -9,12 +9,13 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rtopk import defaults
 from rtopk.aggregate import Mean
@@ -28,6 +29,7 @@ from rtopk.select import Rule
 
 Setting = Literal["distributed", "federated"]
 MemoryName = Literal["error-feedback", "momentum-correction", "none"]
+OptimizerName = Literal["sgd", "adamw"]
 RateSchedule = Literal["constant", "cosine", "piecewise", "zaremba"]
 Split = Literal["iid", "contiguous", "dirichlet", "class"]
 Part = Literal["test", "validation"]
@@ -66,6 +68,7 @@ for _place in filter(None, os.environ.get(ADDED_RULES, "").split("\n")):
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
 ADDED = {
     "threshold": 0.0, "matrix_rank": 0, "exchange": "all-gather", "owner_density": 0.0, "flush": False,
+    "optimizer": "sgd",
 }  # fmt: skip
 
 
@@ -105,7 +108,8 @@ class Config:
 
     learning_rate: float = option(0.02, "At the start.")
     rate_schedule: RateSchedule = option("cosine", "constant, cosine, piecewise or zaremba.")
-    momentum: float = option(0.9, "At the centre, unless corrected at nodes.")
+    optimizer: OptimizerName = option("sgd", "Distributed: sgd or adamw, at the centre.")
+    momentum: float = option(0.9, "At the centre, unless corrected at nodes; AdamW's first beta.")
     weight_decay: float = option(0.0, "Where the optimizer is.")
     clip_norm: float = option(0.0, "Bound on the mean gradient; 0 is none.")
 
@@ -142,6 +146,8 @@ class Config:
                 "momentum-correction corrects momentum across batches; in the federated setting momentum is "
                 "local to a round: use memory error-feedback or none"
             )
+        if self.setting == "federated" and self.optimizer != "sgd":
+            raise ValueError(f"optimizer must be sgd in the federated setting, got {self.optimizer}")
         if self.setting == "distributed" and self.local_steps:
             raise ValueError(f"local_steps is for the federated setting, got {self.local_steps}")
 
@@ -175,6 +181,17 @@ class Config:
         if self.corrects_momentum:
             return MomentumCorrection(self.momentum, masking=self.masking)
         return ErrorFeedback() if self.keeps else NoMemory()
+
+    def make_optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """Build the optimizer at the centre, without the momentum that the nodes carry."""
+        momentum = 0.0 if self.corrects_momentum else self.momentum
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(
+                parameters, self.learning_rate, betas=(momentum, 0.999), weight_decay=self.weight_decay
+            )
+        return torch.optim.SGD(
+            parameters, self.learning_rate, momentum=momentum, weight_decay=self.weight_decay
+        )
 
     @property
     def keeps(self) -> bool:

@@ -35,7 +35,9 @@ class TableRow:
         """Name the row as the paper does; its compression is 1 - density."""
         if self.method == "dense":
             return f"baseline{', ' if self.note else ''}{self.note}"
-        name = {"rtop-k": "rTop-k", "top-k": "Top-k", "random-k": "Random-k"}[self.method]
+        if self.method == "powersgd":
+            return f"PowerSGD, {self.note}"
+        name = {"rtop-k": "rTop-k"}.get(self.method, self.method.capitalize())
         mean = ", mean of received" if self.mean == "received" else ""
         return f"{with_compression(name, self.density)}{mean}{', ' if self.note else ''}{self.note}"
 

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
 from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
 
@@ -71,16 +72,44 @@ def _exchanges(nodes: int) -> list[TableRow]:
     ]
 
 
+# Rows as the README's diff makes them: biases in full, momentum 0.9, the mean over the nodes.
+_KEPT = (("", "error-feedback"), ("momentum in the memory", "momentum-correction"))
+_DENSITIES = (0.01, 0.001)
+
+
+def _as_shipped(
+    method: str, density: float = 1.0, *notes: str, mean: Mean = "nodes", **options: Any
+) -> TableRow:
+    own = {"dense_biases": method != "powersgd", **options}
+    return TableRow(method, density, None, mean, ", ".join(filter(None, notes)), tuple(sorted(own.items())))
+
+
 def _shipped() -> list[TableRow]:
-    """Rows as the README's diff makes them: biases in full, SGD with momentum 0.9, the mean over the nodes."""
-    memories = (("", "error-feedback"), ("momentum in the memory", "momentum-correction"))
-    rows = [TableRow("dense", 1.0, options=(("dense_biases", True),))]
-    for density in (0.01, 0.001):
-        for note, memory in memories:
-            for method, among, told in (("top-k", 0.0, ""), ("rtop-k", 2.0, "r = 2 k")):
-                options = {"memory": memory, "dense_biases": True, "r_over_k": among}
-                said = ", ".join(filter(None, (told, note)))
-                rows.append(TableRow(method, density, note=said, options=tuple(sorted(options.items()))))
+    """Top-k and r = 2 k, with momentum at the optimizer and in the memory."""
+    return [_as_shipped("dense")] + [
+        _as_shipped(method, density, told, note, memory=memory, r_over_k=among)
+        for density in _DENSITIES
+        for note, memory in _KEPT
+        for method, among, told in (("top-k", 0.0, ""), ("rtop-k", 2.0, "r = 2 k"))
+    ]
+
+
+def _shipped_beside() -> list[TableRow]:
+    """What else could be the default, and the rivals."""
+    kept = {"memory": "momentum-correction"}
+    rows = [_as_shipped("dense", 1.0, "fp16", values="fp16")]
+    rows += [_as_shipped("powersgd", 1.0, f"rank {rank}", matrix_rank=rank) for rank in (1, 2)]
+    for density in _DENSITIES:
+        rows += [
+            _as_shipped("top-k", density, "4 bits", values="4bit"),
+            _as_shipped("top-k", density, "4 bits", _KEPT[1][0], values="4bit", **kept),
+            _as_shipped("rtop-k", density, "r = n k", _KEPT[1][0], **kept),
+            _as_shipped("dealt-k", density),
+            _as_shipped("dealt-k", density, _KEPT[1][0], **kept),
+            _as_shipped("top-k", density, mean="received"),
+            _as_shipped("top-k", density, _KEPT[1][0], mean="received", **kept),
+            _as_shipped("top-k", density, _KEPT[1][0], "not masked", masking=False, **kept),
+        ]
     return rows
 
 
@@ -180,6 +209,19 @@ STUDIES = {
         "study-shipped-cifar10", "As the README's diff runs: CIFAR-10 at 16 x 16, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1500), (0.005, 0.015, 0.045),
         _shipped(),
+    ),
+    "shipped-ptb": _study(
+        "study-shipped-ptb", "As the README's diff runs: LSTM on Penn Treebank, momentum 0.9, biases in full",
+        dataclasses.replace(TABLES[4].setups["small"].config, warm_up=0, rounds=1500, momentum=0.9),
+        (0.3, 0.9, 2.7), _shipped(),
+    ),
+    "shipped-adamw": _study(
+        "study-shipped-adamw", "As the README's diff runs, with AdamW: digits, biases in full",
+        dataclasses.replace(_BATCHES, optimizer="adamw"), (0.0005, 0.002, 0.008), _shipped(), tuning_seeds=3,
+    ),
+    "shipped-beside": _study(
+        "study-shipped-beside", "Beside the README's diff: other rules, means and values, and rivals; digits",
+        _BATCHES, _RATES, _shipped_beside(),
     ),
     "shared-rate-1": _shared_rate(1, 0.005, 0.01),
     "shared-rate-2": _shared_rate(2, 0.015, 0.01),

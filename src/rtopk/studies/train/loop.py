@@ -110,12 +110,7 @@ class Run:
             config.make_owner_density(),
         )
         self.codec = self.exchange.codec
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(),
-            lr=config.learning_rate,
-            momentum=0.0 if config.corrects_momentum else config.momentum,
-            weight_decay=config.weight_decay,
-        )
+        self.optimizer = config.make_optimizer(self.model.parameters())
         self.low_rank = (
             LowRank(self.layout, config.matrix_rank, self.codec, config.seed)
             if config.method == "powersgd"
