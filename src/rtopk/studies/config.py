@@ -29,6 +29,7 @@ from rtopk.select import Rule
 
 Setting = Literal["distributed", "federated"]
 MemoryName = Literal["error-feedback", "momentum-correction", "none"]
+OwnerRule = Literal["top-k", "rtop-k", "intersection"]
 OptimizerName = Literal["sgd", "adamw"]
 RateSchedule = Literal["constant", "cosine", "piecewise", "zaremba"]
 Split = Literal["iid", "contiguous", "dirichlet", "class"]
@@ -68,7 +69,7 @@ for _place in filter(None, os.environ.get(ADDED_RULES, "").split("\n")):
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
 ADDED = {
     "threshold": 0.0, "matrix_rank": 0, "exchange": "all-gather", "owner_density": 0.0, "flush": False,
-    "optimizer": "sgd",
+    "optimizer": "sgd", "owner_rule": "top-k",
 }  # fmt: skip
 
 
@@ -102,6 +103,11 @@ class Config:
     weighted: bool = option(False, "Weigh nodes by their examples.")
     exchange: ExchangeName = option("all-gather", "all-gather, all-reduce or auto.")
     owner_density: float = option(0.0, "all-reduce: part that owners pass on; 0 is density, 1 is all.")
+    owner_rule: OwnerRule = option(
+        "top-k",
+        "all-reduce: what owners pass on: their largest, draws of the 2 k largest, or the largest of this round, "
+        "where nodes keep the rest themselves (Ok-Topk).",
+    )
     warm_up: int = option(0, "Rounds in which the density falls.")
     warm_up_start: float = option(0.25, "Density at the first round.")
     flush: bool = option(False, "Send everything, residual included, in the last round.")
@@ -146,6 +152,8 @@ class Config:
                 "momentum-correction corrects momentum across batches; in the federated setting momentum is "
                 "local to a round: use memory error-feedback or none"
             )
+        if self.owner_rule != "top-k" and defaults.exchange(self.nodes, self.exchange) != "all-reduce":
+            raise ValueError(f"owner_rule {self.owner_rule} is for exchange all-reduce, got {self.exchange}")
         if self.setting == "federated" and self.optimizer != "sgd":
             raise ValueError(f"optimizer must be sgd in the federated setting, got {self.optimizer}")
         if self.setting == "distributed" and self.local_steps:

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from rtopk import defaults
-from rtopk.exchange import OWNER, Vector, make_exchange
+from rtopk.exchange import OWNER, AllReduced, Vector, make_exchange
 from rtopk.local import CommonWeights
-from rtopk.memory import clip
+from rtopk.memory import clip, give_back
 from rtopk.seed import derive
+from rtopk.select import RTopK
+from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
 from rtopk.studies.config import ADDED, Config
 from rtopk.studies.tasks import Task, load
@@ -102,7 +104,7 @@ class Run:
                 self.layout.dense_size,
                 config.mean,
                 self.weights,
-                config.keeps,
+                config.keeps and config.owner_rule != "intersection",
                 config.seed,
             ),
             config.make_codec(self.layout.fingerprint),
@@ -110,6 +112,10 @@ class Run:
             config.make_owner_density(),
         )
         self.codec = self.exchange.codec
+        if config.owner_rule == "rtop-k":
+            assert isinstance(self.exchange, AllReduced)
+            for owner in self.exchange.owners:
+                owner.sparsifier.rule = RTopK(r_over_k=2)
         self.optimizer = config.make_optimizer(self.model.parameters())
         self.low_rank = (
             LowRank(self.layout, config.matrix_rank, self.codec, config.seed)
@@ -212,6 +218,8 @@ class Run:
         if self.low_rank is None:
             with self.spend("exchange"):
                 mean, traffic = self.exchange.mean(payloads, self.round)
+            if self.config.owner_rule == "intersection":
+                self._keep_refused(payloads, mean)
             self.sent += round(traffic.sent)
             self.received += round(traffic.received)
             return mean
@@ -219,6 +227,16 @@ class Run:
         with self.spend("compress"):
             answers = [node.answer(left) for node in self.nodes]
         return self.low_rank.finish(left, self._exchange(answers), self.weights)
+
+    def _keep_refused(self, payloads: list[Tensor], mean: Tensor) -> None:
+        """Give back to the nodes' memories what they sent and no owner passed on."""
+        for node, payload in zip(self.nodes, payloads, strict=True):
+            sent = self.codec.decode(payload)
+            refused = mean[sent.indices] == 0
+            give_back(
+                node.sparsifier.memory,
+                SparseVector(sent.indices[refused], sent.values[refused], sent.size),
+            )
 
     def _exchange(self, payloads: list[Tensor]) -> list[Tensor]:
         """Return the payloads of all nodes, and count their bytes."""
