@@ -32,8 +32,8 @@ def main() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     model = DistributedDataParallel(network)
-    state = rtopk.ddp.register(model, density=0.01, verify_every=50)  # the one line
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    state = rtopk.ddp.register(model, density=0.01, optimizer=optimizer, verify_every=50)  # the one line
 
     step = resume(arguments.folder, network, optimizer, state)
     while step < arguments.steps:

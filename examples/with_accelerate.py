@@ -29,7 +29,7 @@ def main() -> None:
     network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(network, optimizer, DataLoader(data, batch_size=32))
-    state = register(accelerator, model, density=0.01)  # the one line
+    state = register(accelerator, model, density=0.01, optimizer=optimizer)  # the one line
 
     def epoch() -> str:
         for features, labels in loader:

@@ -14,6 +14,11 @@ def selector(nodes: int) -> RTopK:
     return RTopK(r_over_k=min(2, nodes))
 
 
+def memory(momentum_can_move: bool) -> str:
+    """Return the name of the memory: momentum correction where it can take the optimizer's momentum over."""
+    return "momentum-correction" if momentum_can_move else "error-feedback"
+
+
 def exchange(nodes: int, name: ExchangeName) -> ExchangeName:
     """Return the exchange that "auto" stands for: an all-reduce where an all-gather brings four times its bytes.
 

@@ -89,7 +89,7 @@ def momentum_moves(at: Place) -> dict[str, Any]:
         model, plain = net(), net()
         optimizer = sgd(model, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
         before = copy.deepcopy(optimizer.state_dict())
-        state = rtopk.ddp.register(wrap(model), 0.05, memory="momentum-correction", optimizer=optimizer)
+        state = rtopk.ddp.register(wrap(model), 0.05, optimizer=optimizer)  # by default
         held = (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["weight_decay"])
         train(state.model, optimizer, range(3), at.rank)
         optimizer.load_state_dict(before)
@@ -118,6 +118,28 @@ def momentum_moves(at: Place) -> dict[str, Any]:
         )
     except ValueError as error:
         found["differ"] = str(error)
+    stays = {
+        "differ": groups,
+        "dampening": [{"params": list(model.parameters()), "dampening": 0.5, "momentum": 0.5}],
+    }
+    for name, kept in stays.items():
+        optimizer = torch.optim.SGD(kept, lr=0.1)
+        before = [group["momentum"] for group in optimizer.param_groups]
+        state = rtopk.ddp.register(wrap(model), optimizer=optimizer)
+        found[f"{name}_stays"] = [
+            before == [group["momentum"] for group in optimizer.param_groups],
+            state.options.memory,
+        ]
+    adam = torch.optim.Adam(model.parameters())
+    found["adam"] = rtopk.ddp.register(wrap(model), optimizer=adam).options.memory
+    kept = sgd(model, momentum=0.9)
+    state = rtopk.ddp.register(wrap(model), memory="error-feedback", optimizer=kept)
+    found["asked"] = [state.options.memory, kept.param_groups[0]["momentum"]]
+    first, second = sgd(model, momentum=0.9), sgd(model, momentum=0.9)
+    state = rtopk.ddp.register(wrap(model), 0.05, optimizer=first)
+    state.follow(second)
+    train(state.model, second, range(1), at.rank)
+    found["followed"] = second.param_groups[0]["momentum"]
     logging.getLogger("rtopk").setLevel(logging.NOTSET)
     return found
 

@@ -40,6 +40,10 @@ def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nester
         assert moved["again"] == 0.8
         assert moved["back"] == [0.8, 0.01, False]
         assert "groups of SGD differ in (momentum, nesterov)" in found["differ"]
+        assert found["differ_stays"] == found["dampening_stays"] == [True, "error-feedback"]
+        assert found["adam"] == "error-feedback"
+        assert found["asked"] == ["error-feedback", 0.9]
+        assert found["followed"] == 0.0
 
 
 def test_one_collective_of_the_known_size_per_step_or_bucket(pair: Results) -> None:

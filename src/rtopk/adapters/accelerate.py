@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: one call on a prepared model; its state goes with `save_state` and `load_state`.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    register(accelerator, model, density=0.001)
+    register(accelerator, model, density=0.001, optimizer=optimizer)
 
 For a model that Accelerate shards with FSDP2, make the accelerator like this:
 

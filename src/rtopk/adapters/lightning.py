@@ -36,6 +36,8 @@ SHARDED = (
 class RTopKCallback(Callback):
     """Exchange rTop-k payloads in `Trainer.fit`; takes the options of `rtopk.ddp.register`.
 
+    The optimizer is the module's own, if it has one only.
+
     mesh: under ModelParallelStrategy, returns the mesh of the ranks that hold the same shard, given the module
         after its `configure_model`.
 
@@ -67,6 +69,8 @@ class RTopKCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the state, now that the model is wrapped, and go on from a checkpoint if there was one."""
         strategy, before = trainer.strategy, self._before
+        if len(trainer.optimizers) == 1:  # its momentum moves into the memory
+            self.options = {**self.options, "optimizer": trainer.optimizers[0]}
         if isinstance(strategy, ModelParallelStrategy):
             self.state = self._sharded(pl_module)
         elif isinstance(strategy.model, DistributedDataParallel):
@@ -103,6 +107,7 @@ class RTopKCallback(Callback):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if isinstance(before, fsdp.State) and all(map(before.owns, trained)):
             before.end_round()  # in case the earlier fit was interrupted
+            before.follow(self.options.get("optimizer"))
             return before  # it is still attached to the model
         return fsdp.register(module, self.mesh(module), self.density, **self.options)
 

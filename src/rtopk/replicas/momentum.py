@@ -1,4 +1,4 @@
-"""Move momentum from an optimizer into the memory: `register(..., memory="momentum-correction", optimizer=...)`.
+"""Move momentum from an optimizer into the memory: `register(..., optimizer=optimizer)`.
 
 With error feedback, momentum amplifies stale gradients when they are finally sent. Deep Gradient Compression keeps
 it at the nodes instead, before entries wait. A user has written SGD(momentum=0.9), so registration sets that to
@@ -20,17 +20,26 @@ log = logging.getLogger("rtopk")
 TAKEN = "rtopk_momentum"  # in a group of an optimizer: its momentum before; saved and loaded with it
 
 
-def memory_for(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> Callable[[], Memory] | None:
+def memory_for(
+    optimizer: Optimizer, owns: Callable[[Tensor], bool], asked: bool = True
+) -> Callable[[], Memory] | None:
     """Return how to make a memory with the momentum of an optimizer; None if it has none.
 
-    Raise ValueError if groups with our parameters differ, or have what a memory cannot take over.
+    If groups with our parameters differ, or have what a memory cannot take over: raise ValueError if the user asked
+    for it, else say why the momentum stays where it is and return None.
     """
-    found = {_of(group, optimizer) for group in _groups(optimizer, owns)}
-    if len(found) > 1:
-        raise ValueError(
-            f"groups of {type(optimizer).__name__} differ in (momentum, nesterov): {sorted(found)}, and one memory "
-            "takes over all of it; give all groups the same, or use memory='error-feedback'"
-        )
+    try:
+        found = {_of(group, optimizer) for group in _groups(optimizer, owns)}
+        if len(found) > 1:
+            raise ValueError(
+                f"groups of {type(optimizer).__name__} differ in (momentum, nesterov): {sorted(found)}, and one "
+                "memory takes over all of it; give all groups the same, or use memory='error-feedback'"
+            )
+    except ValueError as error:
+        if asked:
+            raise
+        log.warning("momentum stays in the optimizer: %s", error)
+        return None
     momentum, nesterov = found.pop() if found else (0.0, False)
     return partial(MomentumCorrection, momentum, nesterov=nesterov) if momentum else None
 

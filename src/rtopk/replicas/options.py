@@ -75,7 +75,8 @@ class Options:
         largest, RTopK(r_over_k=2); on one rank, the k largest. The paper's is RTopK(nodes=world size); with
         Dealt(world size) no two ranks send the same entry.
     memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory. Momentum
-        correction takes over the momentum of an `optimizer` that is given.
+        correction takes over the momentum of an `optimizer` that is given. Default: momentum correction if an
+        optimizer with momentum (SGD) is given, else error feedback.
     values: how values are sent: unchanged as "fp32", or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     rounding: "nearest" or "stochastic"; the rounding error stays in the residual.
     mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry. Default:
@@ -97,7 +98,7 @@ class Options:
     on_nonfinite: if a rank's gradient has NaN or Inf, "skip" the step on all ranks or "raise" on all.
     max_skips: raise after this many skipped rounds in a row.
     scaler: the GradScaler of the loop, if it has one.
-    optimizer: if given, it is checked now rather than in its first step; see `memory`.
+    optimizer: the optimizer of the model; its momentum moves into the memory, see `memory`.
     attach: register the hook with the model; False leaves that to a framework.
     """
 
@@ -105,7 +106,7 @@ class Options:
     _: KW_ONLY
     preset: str | None = None
     selector: Selector | str | None = None
-    memory: str | Callable[[], Memory] = "error-feedback"
+    memory: str | Callable[[], Memory] | None = None
     values: str = "fp32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     mean: Mean | None = None
@@ -179,7 +180,8 @@ class Options:
 
     def make_memory(self) -> Memory:
         """Make the memory of one vector."""
-        return (MEMORIES[self.memory] if isinstance(self.memory, str) else self.memory)()
+        memory = defaults.memory(momentum_can_move=False) if self.memory is None else self.memory
+        return (MEMORIES[memory] if isinstance(memory, str) else memory)()
 
     def codec(self, fingerprint: int = 0, dense_size: int = 0) -> Codec:
         """Make the codec; the size of its payloads follows from d and k alone."""

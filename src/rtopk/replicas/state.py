@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from rtopk import defaults
 from rtopk.layout import Layout
 from rtopk.replicas import checkpoint, momentum
 from rtopk.replicas.gradients import Written, refuse_momentum, watch
@@ -89,18 +90,26 @@ class State:
         self._writer: tuple[Writer, int] | None = None
 
     def _with_momentum(self, options: Options) -> Options:
-        """Return options whose memory has the momentum of the optimizer, if it is to take that over."""
-        found = None
-        if options.optimizer is not None and options.memory == "momentum-correction":
-            found = momentum.memory_for(options.optimizer, self.owns)
-        self.takes_over = found is not None
-        return options if found is None else replace(options, memory=found)
+        """Return options with a memory; it has the momentum of the optimizer if it takes that over."""
+        memory, found = options.memory, None
+        if options.optimizer is not None and memory in (None, "momentum-correction"):
+            found = momentum.memory_for(options.optimizer, self.owns, asked=memory is not None)
+        if memory is None:
+            memory = defaults.memory(momentum_can_move=found is not None)
+        self.takes_over = found is not None and memory == "momentum-correction"
+        return replace(options, memory=found if self.takes_over else memory)
 
     def return_momentum(self) -> None:
         """Give the optimizer back the momentum that moved into the memory, to go on without rtopk."""
         if self.options.optimizer is not None:
             momentum.hand_back(self.options.optimizer)
         self.takes_over = False
+
+    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Go on with another optimizer of the same parameters, for instance that of a second fit."""
+        self.options = replace(self.options, optimizer=optimizer)
+        if self.takes_over and optimizer is not None:
+            momentum.take_over(optimizer, self.owns)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

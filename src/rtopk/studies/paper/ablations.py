@@ -103,11 +103,17 @@ def _shipped() -> list[TableRow]:
     ]
 
 
+def _rivals(ranks: Sequence[int]) -> list[TableRow]:
+    return [
+        _as_shipped("dense", 1.0, "fp16", values="fp16"),
+        *(_as_shipped("powersgd", 1.0, f"rank {rank}", matrix_rank=rank) for rank in ranks),
+    ]
+
+
 def _shipped_beside() -> list[TableRow]:
     """What else could be the default, and the rivals."""
     kept = {"memory": "momentum-correction"}
-    rows = [_as_shipped("dense", 1.0, "fp16", values="fp16")]
-    rows += [_as_shipped("powersgd", 1.0, f"rank {rank}", matrix_rank=rank) for rank in (1, 2)]
+    rows = _rivals((1, 2))
     for density in _DENSITIES:
         rows += [
             _as_shipped("top-k", density, "4 bits", values="4bit"),
@@ -226,8 +232,8 @@ STUDIES = {
     ),
     "shipped-cifar10": _study(
         "study-shipped-cifar10", "As the README's diff runs: CIFAR-10 at 16 x 16, momentum 0.9, biases in full",
-        dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000), (0.005, 0.015, 0.045),
-        _shipped(),
+        dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000, evaluate_every=50),
+        (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,))],
     ),
     "shipped-ptb": _study(
         "study-shipped-ptb", "As the README's diff runs: LSTM on Penn Treebank, momentum 0.9, biases in full",

@@ -23,7 +23,8 @@ DATA_DIR = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA
 DEVICE = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu.")
 _STUDIES = (
     "warm-up, candidates, candidates-plain, candidates-federated, split, "
-    "split-distributed, visits, momentum, nodes, exchange, shipped, shipped-cifar10, "
+    "split-distributed, visits, momentum, nodes, exchange, exchange-cifar10, exchange-table-3, "
+    "shipped, shipped-cifar10, shipped-ptb, shipped-adamw, shipped-beside, "
     "shared-rate-1, shared-rate-2, shared-rate-3, shared-rate-4 or shared-rate-5."
 )
 
