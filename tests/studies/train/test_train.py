@@ -94,6 +94,44 @@ def test_dense_federated_is_fedavg():
     assert torch.allclose(run.vector(), torch.stack(ends).mean(0), atol=1e-6)
 
 
+def test_adamw_at_the_centre_is_torchs_and_gives_its_first_beta_to_the_memory():
+    config = dataclasses.replace(SMALL, method="dense", optimizer="adamw", learning_rate=0.01)
+    run = Run(config)
+    model = run.task.make_model()
+    model.load_state_dict(run.model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, betas=(0.9, 0.999), weight_decay=0.0)
+    batches = [node.shard[0] for node in run.nodes]
+    run.advance()
+    run.task.loss(model, (torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches]))).backward()
+    optimizer.step()
+    expected = run.layout.flatten({name: p.detach() for name, p in model.named_parameters()})
+    assert torch.allclose(run.vector(), expected, atol=1e-5)
+    moved = Run(dataclasses.replace(config, method="top-k", memory="momentum-correction"))
+    assert moved.optimizer.param_groups[0]["betas"] == (0.0, 0.999)
+    assert moved.nodes[0].sparsifier.memory.momentum == 0.9
+
+
+@pytest.mark.parametrize("rule", ["top-k", "rtop-k", "intersection"])
+def test_whatever_owners_pass_on_nothing_is_lost(rule):
+    """Applied + the nodes' residuals + the owners' residuals = what came in."""
+    config = dataclasses.replace(
+        SMALL, nodes=4, method="top-k", exchange="all-reduce", owner_rule=rule, momentum=0.0,
+        rate_schedule="constant", learning_rate=0.001, density=0.02,
+    )  # fmt: skip
+    run = Run(config)
+    before, came_in = run.vector(), torch.zeros(run.layout.size)
+    for _ in range(5):
+        for node in run.nodes:
+            with run.at(node):
+                came_in += run._gradient(node, 0.0)[0] / 4
+        run.advance()
+    applied = (before - run.vector()) / 0.001
+    kept = sum(node.sparsifier.memory.residual for node in run.nodes) / 4
+    owned = run.exchange.state().get("owner_residual", torch.zeros_like(kept))
+    assert bool(owned.any()) == (rule != "intersection")
+    assert torch.allclose(applied + kept + owned, came_in, atol=2e-4)
+
+
 def test_weights_by_examples():
     config = dataclasses.replace(SMALL, split="dirichlet", alpha=0.3, weighted=True)
     run = Run(config)

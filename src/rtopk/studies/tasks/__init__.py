@@ -173,10 +173,15 @@ TASKS: dict[str, Callable[[Config], Task]] = {
 }
 
 
+def check_task(name: str) -> None:
+    """Raise ValueError if there is no task of that name."""
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+
+
 def load(config: Config) -> Task:
     """Return the task of a configuration."""
-    if config.task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {config.task!r}")
+    check_task(config.task)
     return TASKS[config.task](config)
 
 

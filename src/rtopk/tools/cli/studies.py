@@ -1,5 +1,6 @@
 """`rtopk reproduce`, `rtopk tables`, `rtopk rivals` and `rtopk data`: the studies, and the data that they need."""
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -126,8 +127,14 @@ def tables(
     results: Path = RESULTS,
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
+    times: Path | None = typer.Option(
+        None, help="Seconds to a score instead, with the steps of this file of `bench link --out`."
+    ),
 ) -> None:
     """Print the tables that have been run, paper beside ours."""
+    if times is not None:
+        _times(results, times, write, pictures)
+        return
     from rtopk.studies.paper import TABLES, check_scale
     from rtopk.studies.paper.results import draw_figure, insert, render_all
     from rtopk.tools.show.terminal import errors
@@ -147,6 +154,32 @@ def tables(
             path = pictures / f"figure-{table.figure}.png"
             if draw_figure(table, size, results, path):
                 errors.print(f"Figure written: {path}")
+
+
+def _times(results: Path, links: Path, write: Path | None, pictures: Path | None) -> None:
+    from rtopk.studies.bench import time_to_score
+    from rtopk.studies.bench.link import from_json
+    from rtopk.studies.paper.results import insert
+    from rtopk.tools.show.terminal import errors
+
+    with wrong_use():
+        if not links.is_file():
+            raise ValueError(
+                f"--times must be a file of `rtopk bench link --out`, and there is no file {links}"
+            )
+        found = time_to_score.times(results, from_json(json.loads(links.read_text())))
+        if not any(one.method == "dense" for one in found):
+            raise ValueError(f"{results} has no dense row of {time_to_score.STUDY.name}; run the study first")
+    text = time_to_score.render(found)
+    if write is None:
+        print(text)
+    else:
+        write.write_text(insert(write.read_text(), text))
+        errors.print(f"Times written into {write}")
+    if pictures is not None:
+        path = pictures / "time-to-score.png"
+        time_to_score.draw(found, path)
+        errors.print(f"Picture written: {path}")
 
 
 data = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True, rich_markup_mode=None)

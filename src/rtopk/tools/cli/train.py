@@ -34,8 +34,15 @@ def train(
     set_environment(data_dir, tensorboard=tensorboard)
     with wrong_use():
         config = Config(**fields)
+        _check(config)
     folder = out or Path("runs") / f"train-{config.key}"
     _run(config, folder, resume, threads, as_json)
+
+
+def _check(config: Config) -> None:
+    from rtopk.studies.tasks import check_task  # imports torch and the data sets' readers
+
+    check_task(config.task)
 
 
 def _run(config: Config, folder: Path, resume: bool, threads: int, as_json: bool) -> None:
@@ -249,6 +256,7 @@ def _federate(
     own = {name: fields.pop(name) for name in _CONFIG}
     with wrong_use():
         config = Config(setting="federated", evaluate_every=max(1, own["rounds"] // 10), **own)
+        _check(config)
         federation = Federation(config=config, compressed=not plain, **fields)
     folder = out or Path("runs") / f"fed-{engine}-{config.key}"
     with make_progress() as progress:
