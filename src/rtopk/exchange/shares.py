@@ -1,6 +1,7 @@
 """Which node owns which entry, and payloads that are made of one part for each owner."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +32,9 @@ class Shares:
     def of(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
         """Return the owner of each position, and its number in the owner's share."""
         tail = positions >= self.head
-        block, place = np.divmod(np.where(tail, positions - self.head, positions), self.nodes)
-        owner = np.where(tail, place, (place + self._turn(block)) % self.nodes)
+        block, place = _divided(np.where(tail, positions - self.head, positions), self.nodes)
+        turned = place + self._turn(block)
+        owner = np.where(tail, place, turned - self.nodes * (turned >= self.nodes))
         number = np.where(tail, block + np.asarray(self.heads)[owner], block)
         return owner.astype(np.uint16), number
 
@@ -40,7 +42,8 @@ class Shares:
         """Return the positions of entries of a node's share, by their numbers."""
         tail = numbers >= self.heads[node]
         block = np.where(tail, numbers - self.heads[node], numbers)
-        place = np.where(tail, node, (node - self._turn(block)) % self.nodes)
+        turned = node - self._turn(block)
+        place = np.where(tail, node, turned + self.nodes * (turned < 0))
         found: NDArray[np.int64] = np.where(tail, self.head, 0) + block * self.nodes + place
         return found
 
@@ -50,7 +53,7 @@ class Shares:
         for factor, shift in ((0x9E3779B97F4A7C15, 30), (0xBF58476D1CE4E5B9, 27), (0x94D049BB133111EB, 31)):
             mixed = mixed * np.uint64(factor)
             mixed ^= mixed >> np.uint64(shift)
-        turned = (mixed % np.uint64(self.nodes)).astype(np.int64)
+        turned = _divided(mixed, np.uint64(self.nodes))[1].astype(np.int64)
         return np.where(block < self.head // self.nodes, turned, 0)
 
     def split(self, vector: SparseVector) -> tuple[NDArray[np.int64], list[SparseVector]]:
@@ -68,7 +71,9 @@ class Shares:
     def join(self, parts: Sequence[SparseVector]) -> SparseVector:
         """Return the vector whose shares these are."""
         positions = [self.positions(node, part.indices.numpy()) for node, part in enumerate(parts)]
-        order = np.argsort(joint := np.concatenate(positions))
+        order = np.argsort(
+            joint := np.concatenate(positions), kind="stable"
+        )  # merges what is in order already
         values = torch.cat([part.values for part in parts])
         return SparseVector(torch.from_numpy(joint[order]), values[torch.from_numpy(order)], self.size)
 
@@ -79,6 +84,12 @@ class Shares:
 
 def _share(size: int, node: int, nodes: int) -> int:
     return size // nodes + (node < size % nodes)
+
+
+def _divided(numbers: NDArray[Any], by: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return quotients and remainders; numpy divides by a scalar fast in `//` alone."""
+    quotient = numbers // by
+    return quotient, numbers - quotient * by
 
 
 class PartsCodec(Codec):
