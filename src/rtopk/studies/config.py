@@ -3,6 +3,7 @@
 Every record and checkpoint holds one."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -125,10 +126,7 @@ class Config:
     evaluate_every: int = option(100, "Rounds between evaluations.")
 
     def __post_init__(self) -> None:
-        choices = {
-            n: get_args(kind) for n, kind in get_type_hints(Config).items() if get_origin(kind) is Literal
-        }
-        for name, allowed in {"method": methods(), **choices}.items():
+        for name, allowed in {"method": methods(), **_choices()}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name in ("nodes", "rounds", "batch", "evaluate_every"):
@@ -247,7 +245,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain values."""
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
     @property
     def key(self) -> str:
@@ -255,6 +253,12 @@ class Config:
         values = {n: v for n, v in self.to_dict().items() if n not in ADDED or v != ADDED[n]}
         text = json.dumps(values, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """Return the values that an option may have, of those with a list of them."""
+    return {n: get_args(kind) for n, kind in get_type_hints(Config).items() if get_origin(kind) is Literal}
 
 
 def command(config: Mapping[str, Any], program: str = "rtopk train") -> str:

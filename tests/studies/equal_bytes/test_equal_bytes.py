@@ -12,14 +12,22 @@ import pytest
 from typer.testing import CliRunner
 
 from rtopk.select import METHODS
-from rtopk.studies.equal_bytes import PANELS, Budget, Entrant
-from rtopk.studies.equal_bytes.fit import CLOSE, Runs, entrant_runs, run_together
-from rtopk.studies.equal_bytes.rivals_page import marks
+from rtopk.studies.equal_bytes import PANELS, Budget, Entrant, retuned
+from rtopk.studies.equal_bytes.fit import (
+    CLOSE,
+    EntrantResult,
+    Runs,
+    entrant_runs,
+    recorded_results,
+    run_together,
+)
+from rtopk.studies.equal_bytes.rivals_page import marks, pairs, verdicts
 from rtopk.studies.paper import TUNING_SEED
+from rtopk.studies.train.records import Results
 from rtopk.tools.cli import app
 from rtopk.tools.report.inputs import read
 from rtopk.tools.report.series import collect
-from rtopk.tools.show.intervals import welch
+from rtopk.tools.show.intervals import lead, plus_minus
 from test_readme import ROOT, blocks
 
 PANEL = PANELS["digits"][1]
@@ -210,11 +218,12 @@ def test_differences_of_one_entrant_to_each_other(tmp_path):
     scores = {row["method"]: row["scores"] for row in rows}
     shown = CliRunner().invoke(app, [*command, "--recorded", "--against", "top-k"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
-    last = shown.stdout.split("top-k, minus")[-1]
+    last = shown.stdout.split("lead over top-k")[-1]
     for other in ("dense", "rage-k"):
         line = next(line for line in last.splitlines() if f"│ {other} " in line)
-        gap = sum(scores["top-k"]) / 2 - sum(scores[other]) / 2
-        assert f"{gap:+.1f} ± {welch(scores['top-k'], scores[other]):.1f}" in line
+        found = lead(*(dict(enumerate(scores[name])) for name in (other, "top-k")), "accuracy")
+        expected = f"{found.mean:+.1f}{plus_minus(found.half, 1)} /{plus_minus(found.welch, 1)}, undecided"
+        assert expected in line
     unknown = CliRunner().invoke(app, [*command, "--recorded", "--against", "topk"])
     assert "no results of 'topk'" in str(unknown.exception)
 
@@ -228,9 +237,83 @@ def test_the_page_says_what_the_records_say(task, tmp_path):
     copy = tmp_path / "rivals.md"
     copy.write_text(page.read_text())
     command = ["rivals", "--task", task, "--recorded", "--results", str(RESULTS), "--write", str(copy)]
-    result = CliRunner().invoke(app, [*command, "--picture", str(tmp_path / "picture.png")])
+    result = CliRunner().invoke(app, [*command, "--picture", str(tmp_path / "picture.png"), "--json"])
     assert result.exit_code == 0, result.output
     assert copy.read_text() == page.read_text()
+    # Every result has its choice line, with the rate that it ran with.
+    choices = {
+        (record["panel"], record["budget"], record["row"]): record["chosen"]
+        for record in map(json.loads, (RESULTS / f"rivals-{task}.jsonl").read_text().splitlines())
+        if record["kind"] == "choice"
+    }
+    for row in json.loads(result.stdout)["rows"]:
+        assert choices[row["panel"], row["budget"], row["method"]] == row["learning_rate"]
+
+
+def standing(panel, entrant, scores, budget=PANEL.budgets[0][0]):
+    rank = int(entrant.method == "powersgd")
+    config = dataclasses.replace(panel.config, method=entrant.method, mean=entrant.mean, matrix_rank=rank)
+    records = [
+        {
+            "config": {**config.to_dict(), "seed": seed}, "metric": "accuracy", "higher_is_better": True,
+            "final": {"accuracy": score}, "sent_bytes_per_round": 100.0,
+        }
+        for seed, score in enumerate(scores)
+    ]  # fmt: skip
+    return EntrantResult(panel, budget, entrant, 100.0, (), tuple(records))
+
+
+def test_each_method_meets_top_k_with_its_own_mean_and_all_panels_are_judged_together():
+    panels = []
+    for panel in PANELS["digits"]:  # no memory, then error feedback
+        names = [("top-k", "nodes"), ("top-k", "received"), ("rtop-k", "received"), ("powersgd", "nodes")]
+        entrants = [Entrant(*name) for name in names]
+        panel = dataclasses.replace(panel, budgets=((PANEL.budgets[0][0], tuple(entrants)),))
+        scores = ([90.0, 91.0, 92.0], [95.0, 96.1, 97.0], [95.1, 96.0, 97.1], [80.0, 82.0, 81.0])
+        results = [standing(panel, *of) for of in zip(entrants, scores, strict=True)]
+        panels.append([*results, standing(panel, Entrant("dense"), [97.0, 98.5, 98.9], None)])
+    found = [
+        {entrant.label: other.entrant.label for (entrant, _), (_, other) in pairs(results).items()}
+        for results in panels
+    ]
+    for suits, over in (("top-k, received", found[0]), ("top-k", found[1])):
+        assert over == {
+            "dense": suits, "top-k, received": "top-k", "rtop-k, received": "top-k, received", "powersgd": suits,
+        }  # fmt: skip
+    page = verdicts(panels)
+    assert "over 8 tests" in page
+    assert page.count("| top-k, received | +5.0 ± 0.1 / ± 2.3, ahead |") == 2
+    assert page.count("| rtop-k, received | +0.0 ± 0.3 / ± 2.3, level |") == 2
+    assert "over 4 tests" in verdicts(panels[:1])
+
+
+def test_results_that_were_tuned_again_count_when_all_have_them(tmp_path):
+    panel = dataclasses.replace(
+        PANEL, budgets=((Budget(density=0.01), (Entrant("top-k"), Entrant("rtop-k"))),)
+    )
+    world, file = World(0.0016), tmp_path / "records.jsonl"
+
+    def run(which, entrants, seeds):
+        for entrant in entrants:
+            budget = None if entrant.method == "dense" else Budget(density=0.01)
+            run_together([entrant_runs(which, budget, entrant, seeds)], world)
+        for config in world.asked:
+            Results(file).add({**world.record(config), "kind": "train"})
+
+    entrants = [Entrant("dense"), Entrant("top-k"), Entrant("rtop-k")]
+    run(panel, entrants, 3)
+    first = recorded_results(panel, file, 3)
+    assert [(result.rate, result.at_edge) for result in first] == [(panel.rates[0], True)] * 3
+    wider = retuned(panel)
+    assert wider.rates[2:-2] == panel.rates
+    assert wider.rates[:2] == (0.00064, 0.0016)
+    run(wider, entrants[:2], 5)
+    assert recorded_results(panel, file, 3) == first  # one is missing
+    run(wider, entrants[2:], 4)
+    second = recorded_results(panel, file, 3)
+    assert [(result.rate, result.at_edge) for result in second] == [(0.0016, False)] * 3
+    assert [len(result.records) for result in second] == [5, 5, 4]  # all seeds that there are
+    assert all(len(runs) == 3 for result in second for runs in result.tried)
 
 
 def test_nothing_recorded_is_an_error(tmp_path):

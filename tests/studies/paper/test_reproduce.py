@@ -19,13 +19,22 @@ from rtopk.studies.config import Config
 from rtopk.studies.paper import TABLES, check_scale, table
 from rtopk.studies.paper.ablations import STUDIES
 from rtopk.studies.paper.reproduce import results_file, run_table, tuning
-from rtopk.studies.paper.results import BEGIN, END, comparisons, insert, render_all, row_results
+from rtopk.studies.paper.results import (
+    BEGIN,
+    END,
+    Comparison,
+    comparisons,
+    insert,
+    render_all,
+    row_results,
+)
 from rtopk.studies.tasks import TASKS
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.records import append, read
 from rtopk.studies.train.runner import key_of, run_all
 from rtopk.tools.cli import app
 from rtopk.tools.cli.studies import _STUDIES as HELP
+from rtopk.tools.show.intervals import judge
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +299,9 @@ def test_the_better_mean_is_chosen_on_validation_data_and_the_paper_keeps_its_le
     written(file, rows["rtop-k", 0.01, "nodes"], [50.0, 51.0, 52.0], validation=40.0)
     written(file, rows["rtop-k", 0.01, "received"], [20.0, 21.0, 22.0], validation=45.0)  # worse on test data
     written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.0, 57.0])
-    (pair,) = comparisons(row_results(TABLES[2], "small", tmp_path))
+    (pair,) = comparisons(TABLES[2], row_results(TABLES[2], "small", tmp_path))
     assert pair.first.row.mean == "received"
-    assert pair.advantage == -35.0
+    assert pair.lead.mean == -35.0
     assert pair.paper == pytest.approx(6.40)
 
 
@@ -301,13 +310,34 @@ def test_rows_with_a_note_are_compared_with_each_other(tmp_path):
     for row in TABLES[1].rows:
         if row.method in ("rtop-k", "top-k", "dense") and row.density in (0.01, 1.0):
             written(file, row, [50.0 + len(row.note), 51.0 + len(row.note)], number=1)
-    pairs = [
-        (p.first.row.note, p.second.row.label) for p in comparisons(row_results(TABLES[1], "small", tmp_path))
-    ]
-    assert pairs == [
+    found = row_results(TABLES[1], "small", tmp_path)
+    pairs = [(p.first.row.note, p.second.row.label) for p in comparisons(TABLES[1], found)]
+    by_note = [
         ("", "Top-k 99 %"), ("", "baseline"),
         ("no momentum", "Top-k 99 %, no momentum"), ("no momentum", "baseline, no momentum"),
+        ("r = 2 k", "Top-k 99 %"), ("r = 2 k, no momentum", "Top-k 99 %, no momentum"),
     ]  # fmt: skip
+    assert pairs == by_note
+    named = ("baseline", "baseline, no momentum"), ("baseline", "no such row")
+    more = comparisons(dataclasses.replace(TABLES[1], pairs=named), found)
+    assert [pair.label for pair in more[len(by_note) :]] == ["baseline against baseline, no momentum"]
+    # Another r is not the paper's method: its figures say nothing there.
+    assert [pair.paper is None for pair in more] == [False] * 4 + [True] * 3
+
+
+def test_among_draws_the_one_with_r_equal_to_k_is_top_k(tmp_path):
+    study = STUDIES["candidates"]
+    file = results_file(tmp_path, study, "small")
+    for row in study.rows:
+        for rate in study.setups["small"].rates:
+            append(file, made(study.tuning("small", row, rate)[0], 90.0 + (rate == 0.02)))
+        for config in study.results("small", row, 0.02, 2):
+            append(file, made(config, 90.0))
+    labels = [pair.label for pair in comparisons(study, row_results(study, "small", tmp_path))]
+    assert len(labels) == 8
+    for split in ("i.i.d.", "by class"):
+        for r in ("1.5", "2", "3", "5"):
+            assert f"rTop-k 99 %, {split}, r = {r} k against rTop-k 99 %, {split}, r = 1 k" in labels
 
 
 def test_standings_compare_with_intervals(tmp_path):
@@ -316,8 +346,8 @@ def test_standings_compare_with_intervals(tmp_path):
     written(file, rows["rtop-k", 0.01, "nodes"], [50.0, 51.0, 52.0])
     written(file, next(row for row in TABLES[2].rows if row.note), [60.0, 61.0, 62.0])  # an r of our own
     written(file, rows["rtop-k", 0.01, "received"], [40.0, 41.0, 42.0])
-    written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.0, 57.0])
-    written(file, rows["dense", 1.0, "nodes"], [51.2, 51.0, 50.9])
+    written(file, rows["top-k", 0.01, "nodes"], [55.0, 56.1, 57.0])
+    written(file, rows["dense", 1.0, "nodes"], [50.2, 51.3, 52.1])
     written(file, rows["top-k", 0.001, "nodes"], [30.0])
     found = row_results(TABLES[2], "small", tmp_path)
     assert [len(s.records) for s in found] == [3, 3, 3, 1, 3, 3]
@@ -326,15 +356,91 @@ def test_standings_compare_with_intervals(tmp_path):
     assert ours.mean == 51.0
     assert ours.half_width == pytest.approx(4.303 / 3**0.5, rel=1e-3)  # t(0.975, 2) s / sqrt(3)
     assert found[3].half_width == float("inf")
-    against = {pair.second.row.label: pair for pair in comparisons(found)}
-    assert set(against) == {"Top-k 99 %", "baseline"}
-    top = against["Top-k 99 %"]
-    assert top.first.row.mean == "nodes"  # each method with its better mean
-    assert not top.first.row.note  # an r of our own has nothing to be compared with
-    assert (top.advantage, top.verdict) == (-5.0, "behind")
+    top, baseline, twice = comparisons(TABLES[2], found)
+    assert top.label == "rTop-k 99 % against Top-k 99 %"  # each method with its better mean
+    assert baseline.label == "rTop-k 99 % against baseline"
+    assert twice.label == "rTop-k 99 %, r = 2 k against Top-k 99 %"
+    assert top.lead.mean == pytest.approx(-5.0333, abs=1e-4)
+    assert top.lead.half == pytest.approx(
+        4.303 * 0.057735 / 3**0.5, rel=1e-3
+    )  # t(0.975, 2), differences 5, 5.1, 5
     assert top.paper == pytest.approx(6.40)
-    assert top.half_width == pytest.approx(2.776 * (2 / 3) ** 0.5, rel=1e-3)  # t(0.975, 4)
-    assert against["baseline"].verdict == "undecided"
+    words = [verdict.word for verdict in judge([pair.lead for pair in (top, baseline, twice)])]
+    assert words == ["behind", "level", "ahead"]
+    page = render_all("small", tmp_path)
+    assert "over 3 tests" in page
+    line = "| rTop-k 99 % against Top-k 99 % | -5.03 ± 0.14 | ± 2.27 | < 0.001 | behind | +6.40 | no |"
+    assert line in page
+
+
+@pytest.mark.parametrize(
+    ("paper", "word", "said"),
+    [
+        (6.4, "ahead", "yes"), (6.4, "behind", "no"), (6.4, "level", "no"), (6.4, "undecided", "open"),
+        (0.12, "level", "yes"), (0.12, "ahead", "yes"), (0.12, "behind", "no"), (-2.0, "behind", "yes"),
+        (-2.0, "level", "no"), (None, "ahead", ""),
+    ],
+)  # fmt: skip
+def test_what_the_paper_says_is_seen_or_not_or_open(paper, word, said):
+    pair = Comparison(None, None, None, paper, 0.75)  # type: ignore[arg-type]
+    assert pair.agrees(word) == said
+
+
+def test_a_second_search_counts_when_all_rows_have_finished_it(tmp_path):
+    file = results_file(tmp_path, TABLES[2], "small")
+    rows = TABLES[2].rows[:2]
+    for row in rows:
+        written(file, row, [50.0, 51.0])
+    records = {key_of(record): record for record in read(file)}
+    first = tuning(TABLES[2], "small", rows[0], records)
+    assert (first.rate, first.missing) == (0.045, ())
+    again = tuning(TABLES[2], "small", rows[0], records, again=True)
+    # Half steps around the rate that was found, three seeds, whole runs, still on validation data.
+    assert {config.learning_rate for config in again.missing} == {0.02598, 0.045, 0.07794}
+    assert {config.seed for config in again.missing} == {1000, 1001, 1002}
+    assert {(config.rounds, config.part) for config in again.missing} == {(150, "validation")}
+    for row in rows:
+        for config in tuning(TABLES[2], "small", row, {key_of(r): r for r in read(file)}, again=True).missing:
+            append(file, made(config, 60.0 - (config.learning_rate != 0.07794)))
+        # At the edge: one more rate, which is worse.
+        for config in tuning(TABLES[2], "small", row, {key_of(r): r for r in read(file)}, again=True).missing:
+            assert config.learning_rate == 0.135
+            append(file, made(config, 40.0))
+        for config in TABLES[2].results("small", row, 0.07794, 2):
+            assert [result.rate for result in row_results(TABLES[2], "small", tmp_path)] == [0.045] * 2
+            append(file, made(config, 70.0))
+    found = row_results(TABLES[2], "small", tmp_path)
+    assert [(result.rate, result.mean, result.tuned_again) for result in found] == [(0.07794, 70.0, True)] * 2
+    assert "Rates were tuned a second time" in render_all("small", tmp_path)
+
+
+@pytest.mark.slow  # processes start
+def test_reproduce_tunes_again(tmp_path, rtopk, monkeypatch):
+    setup = STUDIES["split"].setups["smoke"]
+    few = {"smoke": dataclasses.replace(setup, rates=(0.05, 0.2))}
+    monkeypatch.setitem(STUDIES, "few", dataclasses.replace(STUDIES["split"], setups=few))
+    command = [
+        "reproduce",
+        "--study",
+        "few",
+        "--scale",
+        "smoke",
+        "--rows",
+        "rTop-k 99 %, i.i.d.",
+        "--seeds",
+        "1",
+    ]
+    folders = ["--jobs", "1", "--results", tmp_path, "--work", tmp_path / "work"]
+    rates = []
+    for more in ([], ["--retune"], ["--retune"]):  # the third time there is nothing left to run
+        result = rtopk(*command, *folders, *more)
+        assert result.returncode == 0, result.stderr
+        records = read(tmp_path / "study-split-smoke.jsonl")
+        rates.append(sorted({r["config"]["learning_rate"] for r in records if r["kind"] == "train"}))
+    assert rates[0] == [0.05, 0.2]
+    assert rates[1] in ([0.025, 0.05, 0.1, 0.2], [0.05, 0.1, 0.2, 0.4])  # half a step around the better one
+    assert rates[2] == rates[1]
+    assert [r["kind"] for r in records].count("choice") == 2
 
 
 def test_tables_are_rendered_and_drawn(tmp_path, rtopk):

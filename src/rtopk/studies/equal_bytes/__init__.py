@@ -64,7 +64,7 @@ class Panel:
         return list(dict.fromkeys(entrant for _, entrants in self.budgets for entrant in entrants))
 
 
-def _mean(memory: MemoryName) -> Mean:
+def suitable_mean(memory: MemoryName) -> Mean:
     """Return the mean that suits draws: over the nodes where a memory brings later what was kept back."""
     return "received" if memory == "none" else "nodes"
 
@@ -72,16 +72,16 @@ def _mean(memory: MemoryName) -> Mean:
 def _core(memory: MemoryName) -> tuple[Entrant, ...]:
     """Enter who matters most, with both means where both can win: without memory the draws have one."""
     both: tuple[Mean, ...] = get_args(Mean)
-    drawn = (_mean(memory),) if memory == "none" else both
+    drawn = (suitable_mean(memory),) if memory == "none" else both
     return (
         *(Entrant("top-k", mean) for mean in both),
         *(Entrant("rtop-k", mean, r_over_k=r) for r in (0.0, 2.0) for mean in drawn),
-        Entrant("dealt-k", _mean(memory)),
+        Entrant("dealt-k", suitable_mean(memory)),
     )
 
 
 def _all(memory: MemoryName) -> tuple[Entrant, ...]:
-    mean = _mean(memory)
+    mean = suitable_mean(memory)
     rest = [Entrant(method, mean) for method in ("rage-k", "threshold")]
     return (*_core(memory), *rest, *(Entrant(method, mean, "4bit") for method in ("rtop-k", "dealt-k")))
 
@@ -177,12 +177,20 @@ def with_entrants(panel: Panel, only: Sequence[str], added: Sequence[str]) -> Pa
         raise ValueError(
             f"--only must be one of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}"
         )
-    own = tuple(Entrant(method, _mean(panel.config.memory)) for method in added)
+    own = tuple(Entrant(method, suitable_mean(panel.config.memory)) for method in added)
     budgets = tuple(
         (budget, (*(one for one in entrants if not only or one.method in only), *own))
         for budget, entrants in panel.budgets
     )
     return dataclasses.replace(panel, budgets=tuple(pair for pair in budgets if pair[1]))
+
+
+def retuned(panel: Panel) -> Panel:
+    """Return a panel whose rates are tuned with three seeds, on a grid that is two steps longer at both ends."""
+    low, high = panel.rates[0] / panel.rates[1], panel.rates[-1] / panel.rates[-2]
+    below = (float(f"{panel.rates[0] * low**steps:.4g}") for steps in (2, 1))
+    above = (float(f"{panel.rates[-1] * high**steps:.4g}") for steps in (1, 2))
+    return dataclasses.replace(panel, rates=(*below, *panel.rates, *above), tuning_seeds=3)
 
 
 def smoke_panel(panel: Panel) -> Panel:

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 from rtopk.studies.config import Config
-from rtopk.studies.equal_bytes import Budget, Entrant, Panel
+from rtopk.studies.equal_bytes import Budget, Entrant, Panel, retuned
 from rtopk.studies.paper import TUNING_SEED
 from rtopk.studies.paper.reproduce import note_choice
 from rtopk.studies.train.records import Record, SeedRuns, read, score
@@ -225,6 +225,31 @@ def run_together(
                 results.append(end.value)
         wanted = following
     return results
+
+
+def recorded_results(panel: Panel, file: Path, seeds: int) -> list[EntrantResult]:
+    """Return what is recorded of a panel, with all its seeds, at least so many.
+
+    Rates that were tuned again count once every entrant has them.
+    """
+    ledger = Runs(file, Path(), recorded=True)
+    first, second = (
+        [
+            _all_seeds(result, ledger)
+            for group in side_by_side([one])
+            for result in run_together([entrant_runs(*entrant, seeds) for entrant in group], ledger)
+        ]
+        for one in (panel, retuned(panel))
+    )
+    again = {(s.budget, s.entrant) for s in second}
+    return second if all((s.budget, s.entrant) in again for s in first) else first
+
+
+def _all_seeds(result: EntrantResult, ledger: Runs) -> EntrantResult:
+    records = list(result.records)
+    while (record := ledger([Config(**{**records[0]["config"], "seed": len(records)})])[0]) is not None:
+        records.append(record)
+    return dataclasses.replace(result, records=tuple(records))
 
 
 def note(file: Path, result: EntrantResult) -> None:

@@ -1,13 +1,12 @@
 """What each entrant reached: a row per entrant, a column per budget (screen, docs/rivals.md); and a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from rtopk.studies.equal_bytes import Entrant
+from rtopk.studies.equal_bytes import Budget, Entrant, Panel, suitable_mean
 from rtopk.studies.equal_bytes.fit import CLOSE, EntrantResult
-from rtopk.tools.show.intervals import plus_minus, welch
+from rtopk.tools.show.intervals import Verdict, judge, plus_minus, rules
 from rtopk.tools.show.palette import mixed, style
 from rtopk.tools.show.terminal import markdown as markdown_table
 
@@ -31,30 +30,66 @@ def grid(results: Sequence[EntrantResult]) -> Grid:
     return heads, [[Entrant("dense").label, *dense, *[""] * (len(budgets) - 1)] for _ in dense] + rows
 
 
-def differences(results: Sequence[EntrantResult], label: str) -> Grid:
-    """Lay out a panel as the score of one entrant minus that of each other, with Welch's 95 % interval."""
-    ours = {s.budget: s for s in results if s.entrant.label == label and s.budget is not None}
-    if not ours:
-        known = ", ".join(repr(s.entrant.label) for s in results if s.budget is not None)
-        raise ValueError(
-            f"no results of {label!r} with a budget in {results[0].panel.name}; there are {known}"
-        )
-    budgets = sorted(ours, key=lambda budget: ours[budget].target)
-    others = dict.fromkeys(s.entrant for s in results if s.entrant.label != label)
+Pairs = dict[tuple[Entrant, Budget], tuple[EntrantResult, EntrantResult]]
+
+
+def pairs(results: Sequence[EntrantResult], against: str | None = None) -> Pairs:
+    """Return whom each entrant of a panel is compared with, at each budget: the one named, else top-k of its mean.
+
+    Top-k over the received is compared with top-k over the nodes. Dense training and PowerSGD, for which both means
+    are the same, are compared with top-k over the mean that suits the panel's draws.
+    """
     found = {(s.entrant, s.budget): s for s in results}
-    rows = []
-    for other in others:
-        row = [other.label]
-        for budget in budgets:
-            theirs = found.get((other, budget)) or found.get((other, None))
-            row.append("" if theirs is None else _difference(ours[budget].scores, theirs.scores))
-        rows.append(row)
-    heads = [f"{label}, minus", *(f"{ours[budget].target:,.0f} bytes ({budget.label})" for budget in budgets)]
-    return heads, rows
+    budgets = {s.budget: s.target for s in results if s.budget is not None}
+    labels = {s.entrant.label: s.entrant for s in results if s.budget is not None}
+    if against is not None and against not in labels:
+        known = ", ".join(map(repr, labels))
+        raise ValueError(
+            f"no results of {against!r} with a budget in {results[0].panel.name}; there are {known}"
+        )
+    chosen: Pairs = {}
+    for entrant in (Entrant("dense"), *results[0].panel.entrants):
+        for budget in sorted(budgets, key=lambda budget: budgets[budget]):
+            one = found.get((entrant, budget)) or found.get((entrant, None))
+            rival = _top_k(entrant, results[0].panel) if against is None else labels[against]
+            other = found.get((rival, budget))
+            if one is not None and other is not None and one is not other:
+                chosen[entrant, budget] = (one, other)
+    return chosen
 
 
-def _difference(one: Sequence[float], other: Sequence[float]) -> str:
-    return f"{mean(one) - mean(other):+.1f}{plus_minus(welch(one, other), 1)}"
+def _top_k(entrant: Entrant, panel: Panel) -> Entrant:
+    if entrant.method in ("dense", "powersgd"):
+        return Entrant("top-k", suitable_mean(panel.config.memory))
+    return Entrant("top-k", "nodes" if entrant.method == "top-k" else entrant.mean)
+
+
+def leads(compared: Pairs, judged: Iterator[Verdict], over: str) -> Grid:
+    """Lay out the leads of a panel: paired interval / Welch's, verdict."""
+    budgets = {budget: other.target for (_, budget), (_, other) in compared.items()}
+    cells = {
+        at: f"{lead.mean:+.1f}{plus_minus(lead.half, 1)} /{plus_minus(lead.welch, 1)}, {verdict.word}"
+        for at, (one, other) in compared.items()
+        for lead, verdict in [(one.lead(other), next(judged))]
+    }
+    heads = [
+        f"lead over {over}",
+        *(f"{target:,.0f} bytes ({budget.label})" for budget, target in budgets.items()),
+    ]
+    entrants = dict.fromkeys(entrant for entrant, _ in compared)
+    return heads, [[one.label, *(cells.get((one, budget), "") for budget in budgets)] for one in entrants]
+
+
+def verdicts(panels: Sequence[Sequence[EntrantResult]]) -> str:
+    """Return the leads of all panels of the page, judged together."""
+    compared = [pairs(results) for results in panels]
+    all_leads = [one.lead(other) for some in compared for one, other in some.values()]
+    judged = iter(judge(all_leads))
+    parts = [rules(all_leads)]
+    for results, some in zip(panels, compared, strict=True):
+        table = markdown_table(*leads(some, judged, "top-k"))
+        parts.append("\n".join([f"{results[0].panel.name}; {results[0].metric}:", "", *table]))
+    return "\n\n".join(parts) + "\n"
 
 
 def _cell(result: EntrantResult) -> str:
@@ -84,6 +119,12 @@ def marks(task: str) -> tuple[str, str]:
         f"<!-- {task}: begin (written by `rtopk rivals --task {task} --recorded --write docs/rivals.md`) -->",
         f"<!-- {task}: end -->",
     )
+
+
+VERDICTS = (
+    "<!-- verdicts: begin (written by every `rtopk rivals --task ... --recorded --write docs/rivals.md`) -->",
+    "<!-- verdicts: end -->",
+)
 
 
 LINES = {  # by mean, and whether values are rounded

@@ -63,6 +63,7 @@ class Table:
     rows: tuple[TableRow, ...]
     setups: dict[Scale, Setup]
     small: str = ""  # what stands for the model and the data at the small scales; "" is as in the title
+    pairs: tuple[tuple[str, str], ...] = ()  # labels of rows to compare, beside rTop-k with others
 
     def heading(self, scale: Scale) -> str:
         """Name the table, and what really ran at a scale."""

@@ -6,7 +6,9 @@ edge of the grid says little, so such a row goes on beyond the edge by the grid'
 allows. Only scores on validation data count, their mean where a rate runs with several seeds.
 """
 
+import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +44,23 @@ class Tuning:
         return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
 
 
-def tuning(table: Table, scale: Scale, row: TableRow, records: Mapping[str, Record]) -> Tuning:
-    """Return what records, by key, say of a row's learning rate, and what to run next."""
+def tuning(
+    table: Table, scale: Scale, row: TableRow, records: Mapping[str, Record], again: bool = False
+) -> Tuning:
+    """Return what records, by key, say of a row's learning rate, and what to run next.
+
+    `again` searches a second time around the rate that was found: half the grid's step, whole runs, three seeds.
+    """
     setup = table.setups[scale]
     grid = setup.rates
+    if again:
+        first = tuning(table, scale, row, records)
+        if first.missing or len(first.tried) < 2:
+            return first
+        step = math.sqrt(grid[-1] / grid[-2])
+        grid = tuple(float(f"{first.rate * factor:.4g}") for factor in (1 / step, 1.0, step))
+        setup = dataclasses.replace(setup, tuning_rounds=setup.config.rounds, tuning_seeds=3)
+        table = dataclasses.replace(table, setups={**table.setups, scale: setup})
     low, high = (grid[0] / grid[1], grid[-1] / grid[-2]) if len(grid) > 1 else (1.0, 1.0)
     tried: dict[float, list[Record]] = {}
     wanted, whole = list(grid), False
@@ -103,10 +118,11 @@ def run_table(
     results: Path,
     work: Path,
     stage: Stage,
+    again: bool = False,
 ) -> dict[TableRow, list[Record]]:
-    """Run what is missing of some rows of a table; return the result records of each."""
+    """Run what is missing of some rows of a table, tuned `again` if asked; return the result records of each."""
     file = results_file(results, table, scale)
-    tuned = _tune(table, rows, scale, jobs, file, work, stage)
+    tuned = _tune(table, rows, scale, jobs, file, work, stage, again)
     # One seed of every row before the next seed, so that a table that is stopped is whole, with fewer seeds.
     finals = {row: table.results(scale, row, tuned[row].rate, seeds) for row in rows}
     pairs = [(row, finals[row][seed]) for seed in range(seeds) for row in rows]
@@ -121,13 +137,20 @@ def run_table(
 
 
 def _tune(
-    table: Table, rows: Sequence[TableRow], scale: Scale, jobs: int, file: Path, work: Path, stage: Stage
+    table: Table,
+    rows: Sequence[TableRow],
+    scale: Scale,
+    jobs: int,
+    file: Path,
+    work: Path,
+    stage: Stage,
+    again: bool,
 ) -> dict[TableRow, Tuning]:
     """Find the learning rate of each row: the grid, then what lies beyond its edges where that is better."""
     records = {key_of(record): record for record in read(file)}
     what = "tuning"
     while True:
-        tuned = {row: tuning(table, scale, row, records) for row in rows}
+        tuned = {row: tuning(table, scale, row, records, again) for row in rows}
         pairs = [(row, config) for row in rows for config in tuned[row].missing]
         if not pairs:
             break

@@ -4,7 +4,6 @@ Markdown for docs/reproduction.md has the paper beside ours; Figures 2 to 6 show
 rounds, mean over seeds.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +15,7 @@ from rtopk.studies.paper.ablations import STUDIES
 from rtopk.studies.paper.reproduce import results_file, tuning
 from rtopk.studies.train.records import Record, SeedRuns, read
 from rtopk.studies.train.runner import key_of
-from rtopk.tools.show.intervals import plus_minus, welch
+from rtopk.tools.show.intervals import Lead, Verdict, judge, margin, p_value, plus_minus, rules
 from rtopk.tools.show.palette import style
 from rtopk.tools.show.terminal import markdown
 
@@ -31,6 +30,7 @@ class RowResult(SeedRuns):
     rate: float  # chosen on validation data
     validation: float  # the rate's score there, larger for better ones
     at_edge: bool  # the best rate is the first or last of those tried: one further out might do better
+    tuned_again: bool
     records: tuple[Record, ...]  # by seed
 
 
@@ -40,33 +40,44 @@ class Comparison:
 
     first: RowResult
     second: RowResult
-    advantage: float  # in units of the metric
-    half_width: float  # of the advantage's 95 % interval (Welch); infinite with one seed
-    paper: float | None  # the paper's advantage of these methods at this density, where it has both figures
+    lead: Lead
+    paper: float | None  # the paper's lead of these methods at this density, where it has both figures
+    paper_margin: float  # a lead of the paper that is smaller counts as level
 
     @property
-    def verdict(self) -> str:
-        """Say in a word what the interval says."""
-        if self.half_width == math.inf:
-            return "ahead (one seed)" if self.advantage > 0 else "behind (one seed)"
-        if abs(self.advantage) <= self.half_width:
-            return "undecided"
-        return "ahead" if self.advantage > 0 else "behind"
+    def label(self) -> str:
+        """Name both rows."""
+        return f"{self.first.row.label} against {self.second.row.label}"
+
+    def agrees(self, word: str) -> str:
+        """Say whether a verdict is the paper's: yes, no, or open where ours is undecided."""
+        if self.paper is None:
+            return ""
+        if word == "undecided":
+            return "open"
+        small = abs(self.paper) < self.paper_margin
+        theirs = "level" if small and word == "level" else "ahead" if self.paper > 0 else "behind"
+        return "yes" if word == theirs else "no"
 
 
 def row_results(table: Table, scale: Scale, results: Path, seeds: int = 50) -> list[RowResult]:
-    """Return the rows of a table that have results, in the table's order."""
+    """Return the rows of a table that have results, in the table's order.
+
+    Rates of a second search count once every row has as many runs with them as with those of the first.
+    """
     records = {key_of(r): r for r in read(results_file(results, table, scale)) if r["kind"] == "train"}
-    found = []
-    for row in table.rows:
-        tuned = tuning(table, scale, row, records)
-        if not tuned.whole:
+    found: list[dict[TableRow, RowResult]] = [{}, {}]
+    for row, again in product(table.rows, (False, True)):
+        tuned = tuning(table, scale, row, records, again)
+        if not tuned.whole or (again and tuned.missing):
             continue
         runs = _leading(records, [c.key for c in table.results(scale, row, tuned.rate, seeds)])
         if runs:
-            best, at_edge = tuned.value(tuned.rate), tuned.at_edge
-            found.append(RowResult(row, tuned.rate, best, at_edge, tuple(runs)))
-    return found
+            best = tuned.value(tuned.rate)
+            found[again][row] = RowResult(row, tuned.rate, best, tuned.at_edge, again, tuple(runs))
+    first, second = found
+    whole = all(row in second and len(second[row].records) >= len(first[row].records) for row in first)
+    return list((second if whole and len(table.setups[scale].rates) > 1 else first).values())
 
 
 def _leading(records: dict[str, Record], keys: Sequence[str]) -> list[Record]:
@@ -79,12 +90,13 @@ def _leading(records: dict[str, Record], keys: Sequence[str]) -> list[Record]:
 
 
 def compare(first: RowResult, second: RowResult, figures: Mapping[Kind, float]) -> Comparison:
-    """Compare two rows by their final scores (Welch's interval; seeds also share their data split)."""
-    sign = 1.0 if first.higher_is_better else -1.0
-    advantage = sign * (first.mean - second.mean)
-    one, other = (figures.get((s.row.method, s.row.density)) for s in (first, second))
-    paper = None if one is None or other is None else sign * (one - other)
-    return Comparison(first, second, advantage, welch(first.scores, second.scores), paper)
+    """Compare two rows by their final scores."""
+    kinds = [(s.row.method, s.row.density) for s in (first, second)]
+    one, other = map(figures.get, kinds)
+    if one is None or other is None or kinds[0] == kinds[1] or _r(first.row):
+        return Comparison(first, second, first.lead(second), None, 0.0)
+    paper = one - other if first.higher_is_better else other - one
+    return Comparison(first, second, first.lead(second), paper, margin(first.metric, other))
 
 
 def best(rows: Sequence[RowResult], method: str, density: float, note: str = "") -> RowResult | None:
@@ -97,24 +109,45 @@ def best(rows: Sequence[RowResult], method: str, density: float, note: str = "")
     return max(fitting, key=lambda s: s.validation, default=None)
 
 
-def comparisons(rows: Sequence[RowResult]) -> list[Comparison]:
-    """Return rTop-k against each other method at the same density and note, each with its better mean."""
+def comparisons(table: Table, rows: Sequence[RowResult]) -> list[Comparison]:
+    """Return the comparisons of a table, from its rows that have results.
+
+    The paper's r is compared with each other method at the same density and note, each with its better mean;
+    another r with top-k with the same mean; then come the pairs that the table names.
+    """
     figures = {(s.row.method, s.row.density): s.row.paper for s in rows if s.row.paper is not None}
-    found = []
+    pairs: list[tuple[RowResult | None, RowResult | None]] = []
     notes = dict.fromkeys(s.row.note for s in rows)  # the paper's rows, without one, come first
     densities = sorted({s.row.density for s in rows if s.row.method == "rtop-k"}, reverse=True)
     for note, density in product(notes, densities):
         ours = best(rows, "rtop-k", density, note)
-        for rival in ("top-k", "random-k", "dense"):
-            other = best(rows, rival, density, note)
-            if ours is not None and other is not None:
-                found.append(compare(ours, other, figures))
-    return found
+        pairs += [(ours, best(rows, rival, density, note)) for rival in ("top-k", "random-k", "dense")]
+    top = {_but_r(s.row): s for s in rows if s.row.method == "top-k" or _r(s.row) == 1.0}
+    pairs += [(s, top.get(_but_r(s.row))) for s in rows if _r(s.row) > 1.0]
+    by_label = {s.row.label: s for s in rows}
+    pairs += [(by_label.get(one), by_label.get(other)) for one, other in table.pairs]
+    return [compare(one, other, figures) for one, other in pairs if one is not None and other is not None]
 
 
-def render_table(heading: str, table: Table, scale: Scale, results: Path) -> str:
+def _r(row: TableRow) -> float:
+    """Return r / k of an rTop-k row that names one, else 0."""
+    return float(dict(row.options).get("r_over_k", 0.0)) if row.method == "rtop-k" else 0.0
+
+
+def _but_r(row: TableRow) -> tuple[float, str, str]:
+    """Return what a row shares with rows that differ in r alone."""
+    note = ", ".join(part for part in row.note.split(", ") if not part.startswith("r = "))
+    return row.density, row.mean, note
+
+
+Judged = Sequence[tuple[Comparison, Verdict]]
+
+
+def render_table(
+    heading: str, table: Table, scale: Scale, results: Sequence[RowResult], judged: Judged
+) -> str:
     """Return one table with its orderings; rows that have not run say so."""
-    found = {result.row: result for result in row_results(table, scale, results)}
+    found = {result.row: result for result in results}
     lines = [f"### {heading}: {table.heading(scale)}", ""]
     if not found:
         return "\n".join([*lines, "Not run yet."])
@@ -128,8 +161,8 @@ def render_table(heading: str, table: Table, scale: Scale, results: Path) -> str
         "bytes sent per round",
     ]
     lines += markdown(heads, [_cells(row, found.get(row)) for row in table.rows])
-    if pairs := comparisons(list(found.values())):
-        lines += ["", *_orderings(pairs, beside_paper=table.figure is not None)]
+    if judged:
+        lines += ["", *_orderings(judged, beside_paper=table.figure is not None)]
     if table.figure is not None:
         lines += ["", f"![As the paper's figure {table.figure}](pictures/figure-{table.figure}.png)"]
     missing = [row.label for row in table.rows if row not in found]
@@ -137,6 +170,8 @@ def render_table(heading: str, table: Table, scale: Scale, results: Path) -> str
     if missing or few < 3:
         said = f"{len(missing)} of {len(table.rows)} rows have not run; the fewest seeds of a row are {few}."
         lines += ["", f"**Incomplete**: {said}"]
+    if any(result.tuned_again for result in found.values()):
+        lines += ["", "Rates were tuned a second time: half steps, whole runs, three seeds."]
     if any(result.at_edge for result in found.values()):
         lines += ["", "\\* the best rate is at the edge of those tried; one further out might do better."]
     return "\n".join(lines)
@@ -152,39 +187,39 @@ def _cells(row: TableRow, result: RowResult | None) -> list[str | None]:
     return [row.label, paper, score, str(len(result.records)), rate, f"{result.sent_bytes_per_round:,.0f}"]
 
 
-def _orderings(pairs: Sequence[Comparison], beside_paper: bool) -> list[str]:
+def _orderings(judged: Judged, beside_paper: bool) -> list[str]:
     rows: list[list[str | None]] = []
-    for pair in pairs:
-        name = f"{pair.first.row.label} against {pair.second.row.label}"
-        row: list[str | None] = [name, f"{pair.advantage:+.2f}{plus_minus(pair.half_width)}", pair.verdict]
+    for pair, verdict in judged:
+        ours = f"{pair.lead.mean:+.2f}{plus_minus(pair.lead.half)}"
+        row = [pair.label, ours, plus_minus(pair.lead.welch).strip(), p_value(verdict.p), verdict.word]
         if beside_paper:
-            row += [None, None] if pair.paper is None else [f"{pair.paper:+.2f}", _agrees(pair)]
-        rows.append(row)
-    heads = ["rTop-k against another", "our lead", "rTop-k is", "paper's lead", "as in the paper"]
-    lines = markdown(heads if beside_paper else heads[:3], rows)
-    lines[1] = "| --- | ---: | --- | ---: | --- |" if beside_paper else "| --- | ---: | --- |"
+            row += ["" if pair.paper is None else f"{pair.paper:+.2f}", pair.agrees(verdict.word)]
+        rows.append(list(row))
+    heads = ["first against second", "our lead", "Welch's", "p, corrected", "the first is", "paper's lead"]
+    lines = markdown([*heads, "as in the paper"] if beside_paper else heads[:5], rows)
+    lines[1] = "| --- | ---: | ---: | ---: | --- |" + (" ---: | --- |" if beside_paper else "")
     return lines
 
 
-def _agrees(pair: Comparison) -> str:
-    if pair.verdict == "undecided" or pair.half_width == math.inf:
-        return "open"
-    assert pair.paper is not None
-    return "yes" if (pair.paper > 0) == (pair.advantage > 0) else "no"
-
-
 def render_all(scale: Scale, results: Path) -> str:
-    """Return all five tables and the studies."""
-    tables = [
-        render_table(f"Table {name}", table, scale, results)
-        for name, table in zip(("I", "II", "III", "IV", "V"), TABLES.values(), strict=True)
+    """Return all five tables and the studies; their comparisons are judged together."""
+    names = [
+        *(f"Table {name}" for name in ("I", "II", "III", "IV", "V")),
+        *(f"Study {name}" for name in STUDIES),
     ]
-    studies = [
-        render_table(f"Study {name}", table, scale, results)
-        for name, table in STUDIES.items()
+    tables = [
+        (name, table, row_results(table, scale, results))
+        for name, table in zip(names, [*TABLES.values(), *STUDIES.values()], strict=True)
         if scale in table.setups
     ]
-    return "\n\n".join([*tables, *studies]) + "\n"
+    pairs = [comparisons(table, rows) for _, table, rows in tables]
+    leads = [pair.lead for group in pairs for pair in group]
+    verdicts = iter(judge(leads))
+    rendered = [
+        render_table(name, table, scale, rows, [(pair, next(verdicts)) for pair in group])
+        for (name, table, rows), group in zip(tables, pairs, strict=True)
+    ]
+    return "\n\n".join([rules(leads), *rendered]) + "\n"
 
 
 BEGIN, END = "<!-- tables: begin (written by `rtopk tables`) -->", "<!-- tables: end -->"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rtopk.state_file import digest_bits
-from rtopk.tools.show.intervals import half_width
+from rtopk.tools.show.intervals import Lead, half_width, lead
 
 Record = dict[str, Any]
 
@@ -107,7 +107,12 @@ class SeedRuns:
     @property
     def scores(self) -> list[float]:
         """Return the final scores by seed."""
-        return [float(record["final"][self.metric]) for record in self.records]
+        return list(self.by_seed.values())
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Return the final score of each seed."""
+        return {record["config"]["seed"]: float(record["final"][self.metric]) for record in self.records}
 
     @property
     def mean(self) -> float:
@@ -118,6 +123,10 @@ class SeedRuns:
     def half_width(self) -> float:
         """Return half the 95 % interval of the mean (Student's t); infinite for one seed."""
         return half_width(self.scores)
+
+    def lead(self, other: "SeedRuns") -> Lead:
+        """Return how far these runs are ahead of others."""
+        return lead(self.by_seed, other.by_seed, self.metric, self.higher_is_better)
 
     @property
     def sent_bytes_per_round(self) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rtopk.tools.cli.options import set_environment, wrong_use
-from rtopk.tools.show.intervals import plus_minus
+from rtopk.tools.show.intervals import judge, plus_minus
 
 if TYPE_CHECKING:
     from rtopk.studies.equal_bytes.fit import EntrantResult
@@ -22,6 +22,7 @@ JOBS = typer.Option(2, min=1, help="Runs side by side, one core each.")
 RESULTS = typer.Option(Path("results"), help="Folder of the records.")
 DATA_DIR = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA.")
 DEVICE = typer.Option(None, help="cpu or cuda; default $RTOPK_DEVICE, else cpu.")
+RETUNE = typer.Option(False, "--retune", help="Tune a second time, with three seeds and more rates.")
 _STUDIES = (
     "warm-up, candidates, candidates-plain, candidates-federated, split, "
     "split-distributed, visits, momentum, nodes, exchange, exchange-cifar10, exchange-table-3, "
@@ -41,13 +42,15 @@ def reproduce(
     work: Path = typer.Option(Path("runs/reproduce"), help="Folder of runs under way."),
     data_dir: Path | None = DATA_DIR,
     device: str | None = DEVICE,
+    retune: bool = RETUNE,
     tensorboard: bool = typer.Option(False, help="Write TensorBoard event files of every run too."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
 ) -> None:
     """Run one of the paper's tables and print both side by side.
 
     Each row's learning rate is tuned on validation data, then the row runs on
-    test data with every seed. Stopped or killed, the same command goes on where
+    test data with every seed. --retune then searches again around each rate:
+    half steps, whole runs, three seeds. Stopped or killed, the same command goes on where
     it was; what is in the results already is not run again. Under torchrun with
     five processes every process is a node.
     """
@@ -87,7 +90,7 @@ def reproduce(
             )
 
         for group in groups:  # the paper's rows first
-            run_table(chosen, group, size, seeds, jobs, results, work, stage)
+            run_table(chosen, group, size, seeds, jobs, results, work, stage, retune)
     if not leads():
         return
     found = row_results(chosen, size, results, seeds)
@@ -96,9 +99,10 @@ def reproduce(
         return
     heads = ["row", "paper", f"ours,\n{found[0].metric}", "seeds", "rate", "bytes sent\nper round"]
     console.print(lay_out(f"{chosen.heading(size)}: scale {size}", heads, map(_cells, found)))
-    for pair in comparisons(found):
-        lead = f"{pair.advantage:+.2f}{plus_minus(pair.half_width)}, {pair.verdict}"
-        console.print(f"{pair.first.row.label} against {pair.second.row.label}: {lead}", highlight=False)
+    pairs = comparisons(chosen, found)
+    for pair, verdict in zip(pairs, judge([pair.lead for pair in pairs]), strict=True):
+        lead = f"{pair.lead.mean:+.2f}{plus_minus(pair.lead.half)}, {verdict.word}"
+        console.print(f"{pair.label}: {lead}", highlight=False)
 
 
 def _plain(result: "RowResult") -> dict[str, Any]:
@@ -230,6 +234,7 @@ def rivals(
     against: str | None = typer.Option(None, help="Show one method's score minus each other's, too."),
     data_dir: Path | None = DATA_DIR,
     device: str | None = DEVICE,
+    retune: bool = RETUNE,
     smoke: bool = typer.Option(False, "--smoke", help="A few rounds: does everything run?"),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
 ) -> None:
@@ -243,9 +248,25 @@ def rivals(
     Your own rule: rtopk rivals --add mine.py:Mine --only top-k --only rtop-k
     """
     from rtopk.studies.config import Config, add_rule
-    from rtopk.studies.equal_bytes import PANELS, smoke_panel, with_entrants
-    from rtopk.studies.equal_bytes.fit import Runs, entrant_runs, note, run_together, side_by_side
-    from rtopk.studies.equal_bytes.rivals_page import differences, grid, markdown, marks, score_against_budget
+    from rtopk.studies.equal_bytes import PANELS, retuned, smoke_panel, with_entrants
+    from rtopk.studies.equal_bytes.fit import (
+        Runs,
+        entrant_runs,
+        note,
+        recorded_results,
+        run_together,
+        side_by_side,
+    )
+    from rtopk.studies.equal_bytes.rivals_page import (
+        VERDICTS,
+        grid,
+        leads,
+        markdown,
+        marks,
+        pairs,
+        score_against_budget,
+        verdicts,
+    )
     from rtopk.studies.paper.results import insert
     from rtopk.tools.show.terminal import console, make_progress, print_json, table
 
@@ -261,35 +282,55 @@ def rivals(
     file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
 
     found_results: list[EntrantResult] = []
-    with make_progress() as progress:
-        # How many runs a search takes is known at its end: about three rates, and two fits of the bytes.
-        about = [len(group) * (2 + 3 * group[0][0].tuning_seeds + seeds) for group in side_by_side(panels)]
-        bar = progress.add_task("runs, about", total=sum(about))
+    if recorded:
+        found_results = [result for panel in panels for result in recorded_results(panel, file, seeds)]
+    else:
+        panels = [retuned(panel) if retune else panel for panel in panels]
+        with make_progress() as progress:
+            # How many runs a search takes is known at its end: about three rates, and two fits of the bytes.
+            about = [
+                len(group) * (2 + 3 * group[0][0].tuning_seeds + seeds) for group in side_by_side(panels)
+            ]
+            bar = progress.add_task("runs, about", total=sum(about))
 
-        def on_run(config: Config) -> None:
-            progress.update(bar, advance=1, description=f"runs, about; last {config.method}")
+            def on_run(config: Config) -> None:
+                progress.update(bar, advance=1, description=f"runs, about; last {config.method}")
 
-        ledger = Runs(file, work, jobs, recorded, on_run)
-        for group, past in zip(side_by_side(panels), accumulate(about), strict=True):
-            found_results += run_together([entrant_runs(*entrant, seeds) for entrant in group], ledger)
-            progress.update(bar, completed=past)
+            ledger = Runs(file, work, jobs, on_run=on_run)
+            for group, past in zip(side_by_side(panels), accumulate(about), strict=True):
+                here = run_together([entrant_runs(*entrant, seeds) for entrant in group], ledger)
+                for result in here:  # now: the next group may take hours
+                    note(file, result)
+                found_results += here
+                progress.update(bar, completed=past)
     if not found_results:
         raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
-    if not recorded:
-        for result in found_results:
-            note(file, result)
     picture = picture or results / f"rivals-{task}{'-smoke' if smoke else ''}.png"
     score_against_budget(found_results, picture)
-    by_panel = [found for panel in panels if (found := [s for s in found_results if s.panel == panel])]
+    by_panel = [
+        found for panel in panels if (found := [s for s in found_results if s.panel.name == panel.name])
+    ]
+    found_results = [result for here in by_panel for result in here]
     if write is not None:
-        write.write_text(insert(write.read_text(), markdown(by_panel), *marks(task)))
+        page = insert(write.read_text(), markdown(by_panel), *marks(task))
+        if VERDICTS[0] in page and not smoke:
+            every = [
+                found
+                for name, some in PANELS.items()
+                for panel in some
+                if (found := recorded_results(panel, results / f"rivals-{name}.jsonl", seeds))
+            ]
+            page = insert(page, verdicts(every), *VERDICTS)
+        write.write_text(page)
     if as_json:
         print_json({"rows": [_row(s) for s in found_results], "results": str(file), "picture": str(picture)})
         return
     for here in by_panel:
         console.print(table(here[0].panel.name, *grid(here)))
         if against is not None:
-            console.print(table("Differences, 95 % intervals", *differences(here, against)))
+            compared = pairs(here, against)
+            judged = iter(judge([one.lead(other) for one, other in compared.values()]))
+            console.print(table("Leads, 95 % intervals", *leads(compared, judged, against)))
         console.print()
     console.print(f"Records: {file}\nPicture: {picture}")
 

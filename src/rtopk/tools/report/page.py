@@ -75,9 +75,11 @@ class Page:
 
     def parts(self) -> dict[str, str]:
         """Return the pieces of text and tables by name."""
-        shown = "".join(f"<p>{escape(summary.what_it_shows(series))}</p>" for series in self.panels.values())
+        shown = "".join(f"<p>{escape(text)}</p>" for text in summary.what_it_shows(self.panels.values()))
         if any(sum(not one.is_dense for one in series) > 1 for series in self.panels.values()):
             shown += f"<p>{escape(summary.RULE)}</p>"
+        if any(one.is_dense for series in self.panels.values() for one in series if len(series) > 1):
+            shown += f"<p>{escape(summary.WORDS)}</p>"
         parts = {
             "run": f"<p>{escape(summary.what_was_run(self.panels, self.inputs.tuning))}</p>"
             if self.panels

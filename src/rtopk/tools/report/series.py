@@ -12,7 +12,7 @@ from typing import Any
 
 from rtopk.tools.report.inputs import Record, is_going_on
 from rtopk.tools.show import palette
-from rtopk.tools.show.intervals import half_width, welch
+from rtopk.tools.show.intervals import Lead, half_width, lead
 from rtopk.tools.show.palette import with_compression
 
 POINTS = 150  # of a curve on the page; more can neither be seen nor kept small
@@ -76,6 +76,14 @@ class Series:
         """Return the score at the end of each run."""
         return [run["final"][self.metric] for run in self.measured]
 
+    def lead(self, other: "Series") -> Lead:
+        """Return how far it is ahead of another series."""
+        one, them = (
+            {run["config"].get("seed", 0): run["final"][self.metric] for run in s.measured}
+            for s in (self, other)
+        )
+        return lead(one, them, self.metric, self.higher_is_better)
+
     def score(self) -> Estimate:
         """Return the score at the end."""
         return estimate(self.scores)
@@ -105,13 +113,6 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Return mean and 95 % interval (Student's t) of independent values."""
     half = half_width(values) if len(values) > 1 else math.nan
     return Estimate(fmean(values) if values else math.nan, half, len(values))
-
-
-def difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Return mean(a) - mean(b) and its 95 % interval by Welch's t, without assuming equal spread."""
-    half = welch(a, b)
-    count = 1 if half == math.inf else min(len(a), len(b))
-    return Estimate(fmean(a) - fmean(b), math.nan if half == math.inf else half, count)
 
 
 def collect(runs: Sequence[Record]) -> dict[str, list[Series]]:
