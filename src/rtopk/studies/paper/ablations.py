@@ -27,6 +27,7 @@ def _study(
     rates: tuple[float, ...],
     rows: Sequence[TableRow],
     tuning_seeds: int = 0,
+    pairs: Sequence[tuple[str, str]] = (),
 ) -> Table:
     smoke = dataclasses.replace(
         config, rounds=4, batch=4, evaluate_every=2, local_steps=2 * (config.setting == "federated")
@@ -37,7 +38,7 @@ def _study(
         "smoke": Setup(smoke, rates[:1], 2, beyond=0),
         "small": Setup(config, rates, config.rounds, tuning_seeds=seeds),
     }
-    return Table(name, title, None, tuple(rows), setups)
+    return Table(name, title, None, tuple(rows), setups, pairs=tuple(pairs))
 
 
 def _each(
@@ -81,6 +82,9 @@ def _exchanges(nodes: int, second: bool = False) -> list[TableRow]:
     return rows
 
 
+_FEW, _MANY = _exchanges(5), _exchanges(20, second=True)
+
+
 # Rows as the README's diff makes them: biases in full, momentum 0.9, the mean over the nodes.
 _KEPT = (("", "error-feedback"), ("momentum in the memory", "momentum-correction"))
 _DENSITIES = (0.01, 0.001)
@@ -93,6 +97,15 @@ def _as_shipped(
     return TableRow(method, density, None, mean, ", ".join(filter(None, notes)), tuple(sorted(own.items())))
 
 
+def _reduced(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
+    """Pair the rows of `_exchanges`: at equal k, at equal bytes, and the owners' rules."""
+    return [
+        (rows[one].label, rows[other].label)
+        for one, other in ((1, 0), (2, 0), (4, 3), (5, 1), (6, 1))
+        if one < len(rows)
+    ]
+
+
 def _shipped() -> list[TableRow]:
     """Top-k and r = 2 k, with momentum at the optimizer and in the memory."""
     return [_as_shipped("dense")] + [
@@ -101,6 +114,13 @@ def _shipped() -> list[TableRow]:
         for note, memory in _KEPT
         for method, among, told in (("top-k", 0.0, ""), ("rtop-k", 2.0, "r = 2 k"))
     ]
+
+
+def _moved(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
+    """Pair the rows with momentum in the memory with those at the optimizer, and with the baseline."""
+    moved = {row.label: row.label.removesuffix(f", {_KEPT[1][0]}") for row in rows if _KEPT[1][0] in row.note}
+    known = {row.label for row in rows}
+    return [(label, other) for label, at in moved.items() for other in (at, "baseline") if other in known]
 
 
 def _rivals(ranks: Sequence[int]) -> list[TableRow]:
@@ -215,38 +235,40 @@ STUDIES = {
     "exchange": _study(
         "study-exchange", "All-gather and all-reduce, distributed, error feedback, 99 %",
         dataclasses.replace(_BATCHES, batch=8, rounds=600), _RATES,
-        [*_exchanges(5), *_exchanges(20, second=True)], tuning_seeds=3,
+        [*_FEW, *_MANY], tuning_seeds=3, pairs=[*_reduced(_FEW), *_reduced(_MANY)],
     ),
     "exchange-cifar10": _study(
         "study-exchange-cifar10", "All-gather and all-reduce on CIFAR-10 at 16 x 16, error feedback, 99 %",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, batch=8, rounds=600),
-        (0.005, 0.015, 0.045), [*_exchanges(5), *_exchanges(20)],
+        (0.005, 0.015, 0.045), [*_FEW, *_MANY[:5]], pairs=[*_reduced(_FEW), *_reduced(_MANY[:5])],
     ),
     "exchange-table-3": _study(
         "study-exchange-table-3", "All-gather and all-reduce in Table III, federated, 99 %",
-        dataclasses.replace(TABLES[3].setups["small"].config, warm_up=0), (0.015, 0.045, 0.135), _exchanges(5),
+        dataclasses.replace(TABLES[3].setups["small"].config, warm_up=0), (0.015, 0.045, 0.135), _FEW,
+        pairs=_reduced(_FEW),
     ),
     "shipped": _study(
         "study-shipped", "As the README's diff runs: digits, momentum 0.9, biases in full", _BATCHES, _RATES,
-        _shipped(), tuning_seeds=3,
+        _shipped(), tuning_seeds=3, pairs=_moved(_shipped()),
     ),
     "shipped-cifar10": _study(
         "study-shipped-cifar10", "As the README's diff runs: CIFAR-10 at 16 x 16, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000, evaluate_every=50),
-        (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,))],
+        (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,))], pairs=_moved(_shipped()),
     ),
     "shipped-ptb": _study(
         "study-shipped-ptb", "As the README's diff runs: LSTM on Penn Treebank, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[4].setups["small"].config, warm_up=0, rounds=1000, momentum=0.9),
-        (0.3, 0.9, 2.7), _shipped(),
+        (0.3, 0.9, 2.7), _shipped(), pairs=_moved(_shipped()),
     ),
     "shipped-adamw": _study(
         "study-shipped-adamw", "As the README's diff runs, with AdamW: digits, biases in full",
         dataclasses.replace(_BATCHES, optimizer="adamw"), (0.0005, 0.002, 0.008), _shipped(), tuning_seeds=3,
+        pairs=_moved(_shipped()),
     ),
     "shipped-beside": _study(
         "study-shipped-beside", "Beside the README's diff: other rules, means and values, and rivals; digits",
-        _BATCHES, _RATES, _shipped_beside(),
+        _BATCHES, _RATES, _shipped_beside(), pairs=_moved(_shipped_beside()),
     ),
     "shared-rate-1": _shared_rate(1, 0.005, 0.01),
     "shared-rate-2": _shared_rate(2, 0.015, 0.01),
