@@ -134,6 +134,12 @@ def _rivals(ranks: Sequence[int]) -> list[TableRow]:
     ]
 
 
+def _unmasked(density: float) -> TableRow:
+    return _as_shipped(
+        "top-k", density, _KEPT[1][0], "not masked", masking=False, memory="momentum-correction"
+    )
+
+
 def _shipped_beside() -> list[TableRow]:
     """What else could be the default, and the rivals."""
     kept = {"memory": "momentum-correction"}
@@ -147,7 +153,7 @@ def _shipped_beside() -> list[TableRow]:
             _as_shipped("dealt-k", density, _KEPT[1][0], **kept),
             _as_shipped("top-k", density, mean="received"),
             _as_shipped("top-k", density, _KEPT[1][0], mean="received", **kept),
-            _as_shipped("top-k", density, _KEPT[1][0], "not masked", masking=False, **kept),
+            _unmasked(density),
         ]
     return rows
 
@@ -258,7 +264,8 @@ STUDIES = {
     "shipped-cifar10": _study(
         "study-shipped-cifar10", "As the README's diff runs: CIFAR-10 at 16 x 16, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000, evaluate_every=50),
-        (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,))], pairs=_moved(_shipped()),
+        (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,)), *map(_unmasked, _DENSITIES)],
+        pairs=_moved([*_shipped(), *map(_unmasked, _DENSITIES)]),
     ),
     "shipped-ptb": _study(
         "study-shipped-ptb", "As the README's diff runs: LSTM on Penn Treebank, momentum 0.9, biases in full",
