@@ -118,11 +118,7 @@ def _shipped() -> list[TableRow]:
 
 def _moved(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
     """Pair the rows with momentum in the memory with those at the optimizer, and with the baseline."""
-    moved = {
-        row.label: row.label.removesuffix(f", {_KEPT[1][0]}")
-        for row in rows
-        if row.note.endswith(_KEPT[1][0])
-    }
+    moved = {row.label: row.label.partition(f", {_KEPT[1][0]}")[0] for row in rows if _KEPT[1][0] in row.note}
     known = {row.label for row in rows}
     return [(label, other) for label, at in moved.items() for other in (at, "baseline") if other in known]
 
