@@ -3,15 +3,15 @@
 from rtopk.aggregate import Mean
 from rtopk.exchange import ExchangeName
 from rtopk.memory import Memory
-from rtopk.select import RTopK
+from rtopk.select import RTopK, Rule, TopK
 
 
-def selector(nodes: int) -> RTopK:
-    """Return the rule: k of the 2 k largest; for one node, the k largest.
+def selector(nodes: int, memory: Memory) -> Rule:
+    """Return the rule: the k largest; without a memory, k of the 2 k largest, so that nodes send different ones.
 
     The paper's r = n k is `RTopK(nodes=n)`.
     """
-    return RTopK(r_over_k=min(2, nodes))
+    return TopK() if keeps(memory) or nodes == 1 else RTopK(r_over_k=2)
 
 
 def memory(momentum_can_move: bool) -> str:
@@ -34,4 +34,9 @@ def mean(memory: Memory) -> Mean:
 
     Without a memory, what is divided by nodes that did not send it is lost.
     """
-    return "nodes" if getattr(memory, "keeps", True) else "received"
+    return "nodes" if keeps(memory) else "received"
+
+
+def keeps(memory: Memory) -> bool:
+    """Say whether a memory keeps what is not sent."""
+    return getattr(memory, "keeps", True)

@@ -140,7 +140,7 @@ def reference(
     workers = [
         {
             name: Sparsifier(
-                selector or defaults.selector(nodes),
+                selector or defaults.selector(nodes, memory()),
                 density,
                 memory(),
                 exchanges[name].codec,

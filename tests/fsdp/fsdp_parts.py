@@ -109,7 +109,7 @@ class Reference:
             self.nodes.append([
                 {
                     name: Sparsifier(
-                        selector or defaults.selector(replicas), density, memory(),
+                        selector or defaults.selector(replicas, memory()), density, memory(),
                         self.exchanges[index][name].codec, seeds[name], node=replica, layout=layout,
                     )
                     for name, layout in layouts.items()

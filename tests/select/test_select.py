@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rtopk import Chunked, RandomK, RTopK, Sparsifier, TopK, defaults, random_k, rtop_k, top_k
+from rtopk import (
+    Chunked, ErrorFeedback, NoMemory, RandomK, RTopK, Sparsifier, TopK, defaults, random_k, rtop_k, top_k,
+)  # fmt: skip
 from rtopk.seed import generator
 from rtopk.select import draw, draw_largest
 
@@ -94,8 +96,10 @@ def test_no_global_generator_is_read_or_seeded():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_usual_rule_draws_from_twice_k_and_for_one_node_takes_the_largest():
-    assert [defaults.selector(nodes).considered(k=10, d=1000) for nodes in (1, 2, 3, 64)] == [10, 20, 20, 20]
+def test_the_usual_rule_takes_the_largest_and_without_a_memory_draws_from_twice_k():
+    for memory, considered in ((ErrorFeedback(), [10, 10, 10]), (NoMemory(), [10, 20, 20])):
+        rules = [defaults.selector(nodes, memory) for nodes in (1, 2, 64)]
+        assert [rule.considered(k=10, d=1000) for rule in rules] == considered
 
 
 def test_rtop_k_selector_caps_r_and_takes_it_either_way():

@@ -117,7 +117,7 @@ class LocalSGD:
                 owner_density,
             )
             sparsifier = Sparsifier(
-                selector or defaults.selector(self.world),
+                selector or defaults.selector(self.world, own),
                 schedule,
                 own,
                 part.codec,

@@ -71,8 +71,8 @@ class Options:
     density: share of the entries to send, in addition to the dense ones, or a schedule such as rtopk.warm_up.
     preset: a published algorithm, which sets selector, memory, mean, dense and scope: "paper" (rTop-k, Algorithm 1)
         or "dgc" (Deep Gradient Compression; its warm-up is a schedule of `density`).
-    selector: which entries to send: a rule, or its name ("top-k", "rtop-k", ...). Default: k drawn from the 2 k
-        largest, RTopK(r_over_k=2); on one rank, the k largest. The paper's is RTopK(nodes=world size); with
+    selector: which entries to send: a rule, or its name ("top-k", "rtop-k", ...). Default: the k largest; without
+        a memory k drawn from the 2 k largest, RTopK(r_over_k=2). The paper's is RTopK(nodes=world size); with
         Dealt(world size) no two ranks send the same entry.
     memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory. Momentum
         correction takes over the momentum of an `optimizer` that is given. Default: momentum correction if an
@@ -137,7 +137,7 @@ class Options:
         found = replace(
             self,
             density=as_schedule(self.density),
-            selector=_rule(self.selector, nodes),
+            selector=_rule(self.selector, nodes, memory),
             mean=defaults.mean(memory) if self.mean is None else self.mean,
             weights=None if self.weights is None else tuple(map(float, self.weights)),
             exchange=defaults.exchange(nodes, self.exchange),
@@ -258,10 +258,10 @@ def takes(options: Callable[P, Options]) -> _Adopt[P]:
     return cast(_Adopt[P], adopt)
 
 
-def _rule(selector: Selector | str | None, nodes: int) -> Selector:
+def _rule(selector: Selector | str | None, nodes: int, memory: Memory) -> Selector:
     """Return the rule to use; raise ValueError for one that exchanges of a fixed size do not support."""
     if selector is None:
-        return defaults.selector(nodes)
+        return defaults.selector(nodes, memory)
     if isinstance(selector, str):
         if selector not in METHODS:
             raise ValueError(f"selector must be one of {tuple(METHODS)} or an object such as rtopk.TopK(), "

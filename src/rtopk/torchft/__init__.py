@@ -94,7 +94,7 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
     """torchft's DiLoCo with compressed pseudo-gradients; the same arguments, and those of `Compression`.
 
     density: share of the entries to send, besides dense tensors, or a schedule of the manager's step.
-    selector: which entries to send; by default k drawn from the 2 k largest.
+    selector: which entries to send; by default the k largest.
     memory: a function that makes a memory: ErrorFeedback (default), DecayedErrorFeedback (SparseLoCo's), NoMemory.
     values: "fp32", or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     mean: over the replicas that sent something ("nodes"), or for each entry over those that sent it ("received").

@@ -62,7 +62,7 @@ class Compression:
 
     def rule(self) -> Selector:
         """Return which entries to send; for any number of replicas."""
-        return defaults.selector(2) if self.selector is None else self.selector
+        return self.selector or defaults.selector(2, self.memory())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtopk import defaults
 from rtopk.aggregate import Mean
 from rtopk.codec import Codec
 from rtopk.exchange import AllReduced, Vector
@@ -23,6 +22,7 @@ from rtopk.memory import NoMemory
 from rtopk.replicas.control import SIZE as CONTROL_BYTES
 from rtopk.schedule import constant
 from rtopk.seed import derive, generator
+from rtopk.select import RTopK
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
 from rtopk.studies.bench import MODELS
@@ -94,7 +94,7 @@ def _choose(gradient: Tensor, density: float, node: int, layout: Layout) -> Spar
     """Return what a node sends in a first step."""
     sent: list[SparseVector] = []
     sparsifier = Sparsifier(
-        defaults.selector(2),
+        RTopK(r_over_k=2),
         density,
         NoMemory(),
         Codec(fingerprint=layout.fingerprint),
