@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtopk import (
-    Chunked, ErrorFeedback, NoMemory, RandomK, RTopK, Sparsifier, TopK, defaults, random_k, rtop_k, top_k,
+    Chunked,
+    ErrorFeedback,
+    NoMemory,
+    RandomK,
+    RTopK,
+    Sparsifier,
+    TopK,
+    defaults,
+    random_k,
+    rtop_k,
+    top_k,
 )  # fmt: skip
 from rtopk.seed import generator
 from rtopk.select import draw, draw_largest

@@ -46,7 +46,7 @@ class RTopKMod:
     """Compress the updates of a client; pass it to `ClientApp(mods=[...])`.
 
     `density` is a number or a schedule of the round; `selector` None is top-k, or k of the 2 k largest without a
-    memory; `memory` makes the memory of a new client (`NoMemory` for none); `values` and `rounding` are the codec's.
+    memory; `memory` makes the memory of a new client (`NoMemory` for none); `values`, `rounding` are the codec's.
     `store` is the folder of the client's state; without it the state is in Flower's context and does not survive a
     restart. `client_id` is a name that stays the same over restarts, or a function of the context; without
     it the node config's `client-id`, then `partition-id`. `initial` returns the server's first model, if the client
