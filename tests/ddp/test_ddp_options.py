@@ -19,8 +19,9 @@ def test_the_mean_follows_the_memory(memory, mean):
     assert Options(memory=memory, mean="nodes").resolved(4).mean == "nodes"
 
 
-def test_the_selector_draws_from_twice_k_unless_one_is_named():
-    assert Options().resolved(4).selector.considered(10, 1000) == 20
+def test_the_selector_takes_the_largest_unless_there_is_no_memory_or_one_is_named():
+    assert Options().resolved(4).selector == TopK()
+    assert Options(memory="none").resolved(4).selector.considered(10, 1000) == 20
     papers = RTopK(nodes=4)
     assert Options(selector=papers).resolved(4).selector is papers
 
