@@ -1,6 +1,6 @@
-"""One line for PyTorch DDP: `rtopk.ddp.register(ddp_model, density=0.001)`.
+"""One line for PyTorch DDP: `rtopk.ddp.register(ddp_model, density=0.001, optimizer=optimizer)`.
 
-From then on backward exchanges rTop-k payloads instead of whole gradients. What is not sent stays in a
+From then on backward exchanges sparse payloads instead of whole gradients. What is not sent stays in a
 residual and is sent later. Nothing else in the training loop changes. See docs/ddp.md.
 """
 
