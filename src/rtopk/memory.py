@@ -411,8 +411,8 @@ def _fit(state: Mapping[str, Tensor], names: tuple[str, ...], current: Tensor | 
     """Return copies of the named tensors of a state, or nothing for the empty state of a new memory."""
     if set(state) not in (set(), set(names)):
         raise ValueError(
-            f"memory state must hold {list(names)} or nothing, got {sorted(state)}: it is of another memory, use that "
-            "(memory='error-feedback' has a residual alone, memory='momentum-correction' a velocity too)"
+            f"memory state must hold {list(names)} or nothing, got {sorted(state)}: it is of another memory, use "
+            "that (memory='error-feedback' has a residual alone, memory='momentum-correction' a velocity too)"
         )
     sizes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     expected = tuple(current.shape) if current is not None else next(iter(sizes.values()), None)
