@@ -16,7 +16,7 @@ COMMANDS = {
     "inspect": ["--at", "0", "--at", "3", "--choose", "0.1", "--nodes", "3"],
 }
 PICTURES = {
-    "risk": ["lab-risk", "lab-bits"],
+    "risk": ["lab-risk", "lab-amplitudes", "lab-bits"],
     "bounds": ["lab-bounds"],
     "convergence": ["lab-convergence"],
     "inspect": ["lab-gradients"],

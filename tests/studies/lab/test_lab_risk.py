@@ -2,6 +2,8 @@
 
 import itertools
 import tracemalloc
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rtopk import rtop_k
+from rtopk import rtop_k, top_k
 from rtopk.seed import generator
 from rtopk.studies import lab as bounds
 from rtopk.studies.lab.bernoulli import FAMILIES, densify, flat, numpy_rng, perturb, quantise, sample
@@ -21,18 +23,21 @@ from rtopk.studies.lab.experiments import (
     bits_used,
     gaussian_risk,
     regime_slopes,
+    study_amplitudes,
     study_bounds,
 )
 from rtopk.studies.lab.risk import (
     Setting,
+    all_errors,
     estimate,
     exact,
     fit,
     grid,
     kept_ones,
     measure,
+    missed,
     receive,
-    squared_errors,
+    squared_error,
 )
 
 FALSE_ALARM = 1e-6
@@ -65,23 +70,126 @@ def test_unbiased(scheme, signed):
 def test_truncation_is_biased():
     """What the test above would say of the rival: the last coordinates are never heard of."""
     theta = flat(40, 12.0)
-    found = mean_estimate(theta, 24, "truncate", 20_000)
+    found = mean_estimate(theta, 24, "lowest", 20_000)
     assert found[:3] == pytest.approx(theta.dense()[:3], abs=0.03)
     assert found[-1] < theta.dense()[-1] / 10
 
 
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", ["paper", "random", "central"])
+@pytest.mark.parametrize("scheme", ["paper", "top", "random", "central"])
 def test_error_formula(scheme, family, signed):
     """400 experiments each, false alarm 1e-6 in all; finds a risk that is off by 12 %."""
     setting = Setting(200, 20.0, 10, 60, family, signed)
-    errors = np.array(list(itertools.islice(squared_errors(setting, scheme, seed=3), 400)))
+    errors = np.array(list(itertools.islice(all_errors(setting, scheme, seed=3), 400)))
     standard = errors.std(ddof=1) / 20
     expected = exact(setting, scheme)
-    limit = stats.t.isf(FALSE_ALARM / 48, 399) * standard
+    limit = stats.t.isf(FALSE_ALARM / 64, 399) * standard
     assert abs(errors.mean() - expected) <= limit + 1e-12
     assert limit < 0.12 * expected or standard < 1e-12
+
+
+def test_error_formula_with_amplitudes():
+    """As above. Top-k has no formula there, and is worse: it answers too much for large ones, nothing for small."""
+    setting = Setting(200, 20.0, 200, 60, spread=3.0)
+    for one, scheme in (
+        (setting, "paper"),
+        (setting, "random"),
+        (replace(setting, family="power"), "central"),
+    ):
+        errors = np.array(list(itertools.islice(all_errors(one, scheme, seed=3), 400)))
+        limit = stats.t.isf(FALSE_ALARM / 6, 399) * errors.std(ddof=1) / 20
+        assert abs(errors.mean() - exact(one, scheme)) <= limit < 0.12 * exact(one, scheme)
+    assert exact(setting) == pytest.approx(
+        np.square(setting.theta().amplitudes).mean() * exact(Setting(200, 20.0, 200, 60)), rel=1e-9
+    )
+    top = measure(setting, "top", 20)
+    assert top.low > 2 * exact(setting)
+    bias = mean_estimate(setting.theta(), 60, "top", 20_000) - setting.theta().dense()
+    order = np.argsort(setting.theta().amplitudes)
+    assert (bias[order[:50]] < 0).all()
+    assert (bias[order[-10:]] > 0).all()
+    for refused, scheme in (
+        (setting, "top"),
+        (setting, "lowest"),
+        (replace(setting, family="power"), "paper"),
+    ):
+        with pytest.raises(ValueError, match=f"there is no formula for {scheme} at"):
+            exact(refused, scheme)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_top_is_the_librarys_top_k_of_the_perturbed_vector(spread):
+    """What arrives of a node, as a category, both ways; false alarm 1e-6 each.
+
+    20000 against 20000 draws; finds a category of probability 0.02 that is off by a fifth. Without a spread of the
+    amplitudes it is also the paper's draw.
+    """
+    setting = Setting(7, 3.5, 1, 8, signed=True, spread=spread)
+    theta, kept, times = setting.theta(), 2, 20_000
+    (ones,) = sample(theta, times, numpy_rng(8, "library"))
+    observed = np.abs(perturb(densify(ones, theta), numpy_rng(9)))
+    taken = np.sort(np.argsort(-observed, axis=1)[:, :kept], axis=1)
+    for row, at in zip(observed[:200], taken, strict=False):  # a call for each of all would take long
+        assert top_k(torch.from_numpy(row), kept).tolist() == at.tolist()
+    tables = [Counter(tuple(at[row[at] > 0.5]) for at, row in zip(taken, observed, strict=True))]
+    for scheme in ("top", "paper"):
+        (ones,) = sample(theta, times, numpy_rng(8, scheme))
+        arrived, _ = receive(ones, theta, kept, scheme, numpy_rng(10, scheme))
+        tables.append(Counter(tuple(sorted(support)) for support in arrived.supports()))
+    keys = list(set().union(*tables))
+    assert len(keys) == 1 + 7 + 21
+    library, top, paper = ([table[key] for key in keys] for table in tables)
+    assert stats.chi2_contingency([library, top]).pvalue > FALSE_ALARM
+    assert (stats.chi2_contingency([library, paper]).pvalue > FALSE_ALARM) == (spread == 0.0)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=6, max_size=6), st.floats(0.01, 100))
+def test_what_is_missed_is_the_error_at_the_best_length(values, factor):
+    theta = Setting(6, 3.0, 1, 8, "power", signed=True, spread=2.0).theta()
+    where, found = np.arange(6), np.array(values)
+    truth = theta.dense()
+    part = missed(where, found, theta)
+    assert -1e-12 <= part <= 1.0
+    assert missed(where, factor * found, theta) == pytest.approx(part, abs=1e-9)
+    if np.square(found).sum() > 1e-6:
+        best = found @ truth / (found @ found)
+        assert part == pytest.approx(squared_error(where, best * found, theta) / theta.squares, abs=1e-9)
+    assert missed(where, truth, theta) == pytest.approx(0.0, abs=1e-12)
+    assert missed(where, np.zeros(6), theta) == 1.0
+
+
+def test_the_draw_beats_top_k_where_amplitudes_differ_and_nodes_are_many():
+    """With one amplitude the two are one; with few nodes top-k is better; it turns at the paper's condition."""
+    rows = {
+        (row.setting.family, row.setting.spread, row.reach): row
+        for row in study_amplitudes(Setting(512, 16, 1, 60), repeats=8)
+    }
+    assert len(rows) == 2 * 4 * 5
+    for family, reach in itertools.product(("flat", "power"), (1 / 32, 1 / 8, 1, 4, 16)):
+        same = rows[family, 0.0, reach]
+        assert abs(same.paper.mean - same.top.mean) < 4 * max(same.paper.high - same.paper.low, 0.002)
+    for spread in (1.0, 4.0):
+        assert rows["flat", spread, 1 / 8].better == "top"
+        assert rows["flat", spread, 4].better == "paper"
+        assert rows["flat", spread, 16].better == "paper"
+        assert rows["power", spread, 1].better == "paper"
+        stuck = rows["flat", spread, 16].top.mean / rows["flat", spread, 4].top.mean
+        assert stuck > 2 * rows["flat", spread, 16].paper.mean / rows["flat", spread, 4].paper.mean
+
+
+def test_the_quoted_theorem_4_needs_the_k_that_it_leaves_out():
+    """As printed, d^2 / (C N^2 n + ...), it would say s^2 log(d/s) / n for any k; the paper's scheme is far below.
+
+    With k = s log d the risk is of order s / n, so the ratio falls like 1 / (s log(d/s)), and no constant holds.
+    """
+    ratios = []
+    for s in (16, 64, 256, 1024):
+        d, n = 64 * s, 1000
+        setting = Setting(d, s, n, int(s * np.log2(d)))
+        ratios.append(exact(setting) / (s**2 * np.log2(d / s) / n))
+    assert fit([16, 64, 256, 1024], ratios).high < -0.9
+    assert ratios[-1] < 1e-3
 
 
 def test_fast_path_has_the_law_of_the_bits():
@@ -103,7 +211,7 @@ def test_fast_path_has_the_law_of_the_bits():
                 key = (got.count, tuple(got.support.tolist()))
                 seen[key] = seen.get(key, 0) + 1
         else:
-            arrived, weights = receive(ones, 7, encoder.kept, "paper", numpy_rng(5))
+            arrived, weights = receive(ones, theta, encoder.kept, "paper", numpy_rng(5))
             for node, support in enumerate(arrived.supports()):
                 key = (int(ones.counts[node]), tuple(sorted(support.tolist())))
                 seen[key] = seen.get(key, 0) + 1

@@ -25,7 +25,7 @@ def test_every_method_has_a_colour_of_its_own():
 def test_a_method_has_one_colour_everywhere():
     for scheme, method in (
         ("paper", "rtop-k"),
-        ("truncate", "top-k"),
+        ("top", "top-k"),
         ("random", "random-k"),
         ("central", "dense"),
     ):

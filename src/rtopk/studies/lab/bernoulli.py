@@ -7,7 +7,8 @@ the cube [s/2d, s/d]^d of the lower bound. A flat theta is one number, so its d 
 Samples are never n x d numbers. All nodes times coordinates of about the same theta are one long row of coin
 tosses; the gaps between heads are geometric, so the work is that of the ones, and a coordinate's true theta is
 reached by refusing some. The refinements: signs come from `Theta`; a continuous perturbation is added and taken off
-again by `perturb` and `quantise`, which also scales.
+again by `perturb` and `quantise`, which also scales. One is ours: an amplitude for each coordinate, which the
+centre knows; what is estimated is then amplitude x theta.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ class Theta:
     s: float  # the bound of the constraint set
     levels: Floats  # (d,) probabilities, or (1,) if all are the same
     signs: NDArray[np.int8] | None = None  # (d,)
+    amplitudes: Floats | None = None  # (d,) at least 1: how large a one of each coordinate is
 
     def __post_init__(self) -> None:
         if not 0 < self.s <= self.d:
@@ -62,21 +64,38 @@ class Theta:
 
     @property
     def squares(self) -> float:
-        """The squared norm of theta."""
-        return float(np.square(self.levels).sum()) * (self.d if self.is_flat else 1)
+        """The squared norm of what is estimated."""
+        return self.weighted(np.square(self.levels))
+
+    def weighted(self, values: Floats) -> float:
+        """Return the sum of amplitude^2 x value over the coordinates; one value may stand for all."""
+        if self.amplitudes is not None:
+            return float((np.square(self.amplitudes) * values).sum())
+        return float(values.sum()) * (self.d if values.shape == (1,) else 1)
 
     def at(self, coordinates: NDArray[np.int64]) -> Floats:
-        """Return theta, with its sign, at these coordinates."""
+        """Return what is estimated at these coordinates: theta, with its sign and amplitude."""
         values = np.full(len(coordinates), self.levels[0]) if self.is_flat else self.levels[coordinates]
-        return values if self.signs is None else values * self.signs[coordinates]
+        return values * self.one(coordinates)
+
+    def one(self, coordinates: NDArray[np.int64]) -> Floats:
+        """Return what a one of each of these coordinates is: its sign x its amplitude."""
+        size = np.ones(len(coordinates)) if self.amplitudes is None else self.amplitudes[coordinates]
+        return size if self.signs is None else size * self.signs[coordinates]
 
     def dense(self) -> Floats:
-        """Return theta, with its sign, as d numbers."""
+        """Return what is estimated as d numbers."""
         return self.at(np.arange(self.d))
 
     def with_signs(self, rng: np.random.Generator) -> "Theta":
         """Give every coordinate a random sign: refinement (i) of the paper."""
         return replace(self, signs=(1 - 2 * rng.integers(2, size=self.d)).astype(np.int8))
+
+    def with_amplitudes(self, spread: float, rng: np.random.Generator) -> "Theta":
+        """Give the coordinates amplitudes from 1 to 1 + spread, evenly spaced and in random order."""
+        if spread < 0.0:
+            raise ValueError(f"the spread of the amplitudes must not be negative, got {spread}")
+        return replace(self, amplitudes=1.0 + spread * rng.permutation(self.d) / max(1, self.d - 1))
 
     def count_law(self) -> Floats:
         """Return the law of the number of ones, P(0), P(1), ...: a Poisson binomial one.
@@ -232,9 +251,9 @@ def _draw_positions(theta: Theta, nodes: int, rng: np.random.Generator) -> Ones:
 
 
 def densify(ones: Ones, theta: Theta) -> Floats:
-    """Write samples out as (nodes, d) numbers with their signs; for small d."""
+    """Write samples out as (nodes, d) numbers with their signs and amplitudes; for small d."""
     dense = np.zeros((ones.nodes, theta.d))
-    dense[ones.node, ones.coordinate] = 1.0 if theta.signs is None else theta.signs[ones.coordinate]
+    dense[ones.node, ones.coordinate] = theta.one(ones.coordinate)
     return dense
 
 

@@ -9,6 +9,7 @@ sparse variant it then sets to zero what is below sqrt(2 ln d) standard errors, 
 estimator it is compared with. Counts of signs are binomial, so nothing is n x d.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,19 @@ from rtopk.seed import generator
 from rtopk.studies.lab import LOWER, UPPER, check_theorem_1, check_theorem_2, holds, theorem_1, theorem_2
 from rtopk.studies.lab.bernoulli import Floats, flat, numpy_rng, sample
 from rtopk.studies.lab.encoder import Encoder
-from rtopk.studies.lab.risk import SCHEMES, Risk, Scheme, Setting, Slope, exact, fit, grid, measure
+from rtopk.studies.lab.risk import (
+    DENSE,
+    SCHEMES,
+    Risk,
+    Scheme,
+    Setting,
+    Slope,
+    exact,
+    fit,
+    grid,
+    measure,
+    missed,
+)
 
 Advance = Callable[[], None]
 MODELS = ("bernoulli", "gaussian", "sparse gaussian")
@@ -40,11 +53,29 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Amplitude:
+    """What the paper's draw and top-k miss of the truth, at the best length, where amplitudes differ."""
+
+    setting: Setting
+    reach: float  # n k over d log(d/s), which Theorem 2 wants to be at least 1
+    paper: Risk
+    top: Risk
+
+    @property
+    def better(self) -> str:
+        """Name the scheme that misses less; nothing where the intervals meet."""
+        if max(self.paper.low, self.top.low) <= min(self.paper.high, self.top.high):
+            return ""
+        return "paper" if self.paper.mean < self.top.mean else "top"
+
+
+@dataclass(frozen=True)
 class RiskStudy:
-    """Sweeps over k, n, s, d; slopes in the regime; bits used; bits needed."""
+    """Sweeps over k, n, s, d; amplitudes; slopes in the regime; bits used; bits needed."""
 
     base: Setting
     sweeps: list[Sweep]
+    amplitudes: list[Amplitude]
     regime: dict[str, Slope]  # axis -> slope of the paper's scheme at REGIME
     bits: list[dict[str, int]]
     needed: dict[str, list[tuple[int, int | None]]]
@@ -108,18 +139,44 @@ def study_risk(base: Setting, repeats: int = 12, seed: int = 0, advance: Advance
             advance()
         slopes = {scheme: fit(values, [risk.mean for risk in found]) for scheme, found in risks.items()}
         sweeps.append(Sweep(axis, risks, upper, lower, slopes))
+    amplitudes = study_amplitudes(base, max(2, repeats // 2), seed, advance)
     regime = regime_slopes(seed=seed, advance=advance)
     used = bits_used(advance=advance)
     needed: dict[str, list[tuple[int, int | None]]] = {}
     for model in MODELS:
         needed[model] = [(d, bits_needed(d, 16, 4000, model)) for d in (256, 1024, 4096, 16384, 65536)]
         advance()
-    return RiskStudy(base, sweeps, regime, used, needed)
+    return RiskStudy(base, sweeps, amplitudes, regime, used, needed)
+
+
+_SPREADS, _REACHES = (0.0, 0.25, 1.0, 4.0), (1 / 32, 1 / 8, 1, 4, 16)
+
+
+def study_amplitudes(
+    base: Setting, repeats: int = 6, seed: int = 0, advance: Advance = lambda: None
+) -> list[Amplitude]:
+    """Compare the paper's draw with top-k from few nodes to many, from equal amplitudes to different ones.
+
+    In a flat theta all coordinates are alike; in one that falls like 1 / j the nodes agree on some. Beyond 2^24
+    coordinates, which have no array of amplitudes, there are no rows.
+    """
+    rows: list[Amplitude] = []
+    if base.d > DENSE:
+        return rows
+    for family, spread in itertools.product(("flat", "power"), _SPREADS):
+        for reach in _REACHES:
+            n = max(1, round(reach * base.d * math.log2(base.d / base.s) / base.k))
+            setting = replace(base, n=n, family=family, spread=spread)
+            schemes: tuple[Scheme, Scheme] = ("paper", "top")
+            paper, top = (measure(setting, scheme, repeats, seed, missed) for scheme in schemes)
+            rows.append(Amplitude(setting, reach, paper, top))
+        advance()
+    return rows
 
 
 def steps_of_risk(base: Setting) -> int:
     """Count the calls of `advance` in a risk study."""
-    return sum(len(_axis(base, axis)) for axis in "knsd") + 12 + 1 + len(MODELS)
+    return sum(len(_axis(base, axis)) for axis in "knsd") + 2 * len(_SPREADS) + 12 + 1 + len(MODELS)
 
 
 def bits_used(

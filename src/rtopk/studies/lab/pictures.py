@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 (RED, _), (BLUE, _) = style("rtop-k"), style("top-k")
 STYLE = {  # colour and marker, label
     "paper": (style("rtop-k"), "paper: random k' ones, scaled"),
-    "truncate": (style("top-k"), "first k' ones (top-k)"),
+    "top": (style("top-k"), "largest k' ones, scaled (top-k)"),
+    "lowest": (style(CYCLE[3]), "lowest k' ones, unscaled (ties by index)"),
     "random": (style("random-k"), "random coordinates (random-k)"),
     "central": (style("dense"), "no limit (centralised)"),
     "bernoulli": (style(CYCLE[0]), "sparse Bernoulli"),
@@ -72,6 +73,36 @@ def risk_sweeps(study: RiskStudy, folder: Path) -> list[Path]:
             axis.plot(x, sweep.lower, color="grey", linestyle=":", label="Theorem 2, c = 1")
         _log(axis, sweep.axis, "squared error", f"risk against {sweep.axis} (slope)")
     return _save(figure, folder, "lab-risk")
+
+
+def amplitudes(study: RiskStudy, folder: Path) -> list[Path]:
+    """Draw what the paper's draw and top-k miss against the number of nodes, a line for each spread."""
+    if not study.amplitudes:
+        return []
+    figure = Figure(figsize=(10, 4.2))
+    for axis, family in zip(figure.subplots(1, 2), ("flat", "power"), strict=True):
+        rows = [row for row in study.amplitudes if row.setting.family == family]
+        spreads = sorted({row.setting.spread for row in rows})
+        for dashes, spread in zip(("-", "--", "-.", ":"), spreads, strict=False):
+            here = [row for row in rows if row.setting.spread == spread]
+            for scheme in ("paper", "top"):
+                (colour, marker), _ = STYLE[scheme]
+                # The draw is the same for all spreads, as far as can be seen: one entry will do.
+                name = (
+                    f"top-k, amplitudes 1 to {1 + spread:g}"
+                    if scheme == "top"
+                    else "uniform draw, any amplitudes"
+                )
+                missed = [getattr(row, scheme).mean for row in here]
+                axis.plot(
+                    [row.setting.n for row in here], missed, color=colour, marker=marker, markersize=4,
+                    linestyle=dashes, label=name if scheme == "top" or not spread else None,
+                )  # fmt: skip
+        at = next((row.setting.n for row in rows if row.reach == 1), None)
+        if at is not None:
+            axis.axvline(at, color="grey", linewidth=0.8, label="n k = d log(d/s)")
+        _log(axis, "n", "part of the truth that is missed", f"theta: {family}")
+    return _save(figure, folder, "lab-amplitudes")
 
 
 def bits(study: RiskStudy, folder: Path) -> list[Path]:

@@ -4,17 +4,19 @@ Each scheme says how many ones of each node arrive, which, and what a received o
 with the law of the bit-exact Encoder but without the bit string.
 
 - paper: a uniform k' of a node's N ones, each counting N / k' (proof of Theorem 1).
-- truncate: the first k' ones, unscaled: top-k on 0/1 vectors, lower index first; without a header.
+- top: the k' ones of largest |Y|, each counting N / k': top-k under refinement (iii), Y = X + Z. Where all ones
+  have one amplitude, that is a uniform k' of them too: the perturbation breaks the ties.
+- lowest: the k' ones of lowest index, unscaled and without a header: what top-k is if ties go by index.
 - random: the values of k coordinates that node and centre draw alike: random-k, no bits for positions.
 - central: no limit.
 
-A setting is (family of theta, d, s, n, k). fit reads a slope off log-log axes; grid is the set of settings on which
-the two bounds are held against measurement.
+A setting is (family of theta, d, s, n, k), and a spread of amplitudes. fit reads a slope off log-log axes; grid is
+the set of settings on which the two bounds are held against measurement.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
@@ -27,8 +29,9 @@ from rtopk.studies.lab.bernoulli import FAMILIES, Floats, Integers, Ones, Theta,
 from rtopk.studies.lab.encoder import Encoder, capacity
 from rtopk.tools.show.intervals import half_width, t_quantile
 
-Scheme = Literal["paper", "truncate", "random", "central"]
+Scheme = Literal["paper", "top", "lowest", "random", "central"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+Error = Callable[[Integers, Floats, Theta], float]  # of an estimate, given where it is not zero
 DENSE = 1 << 24  # up to this d the estimate is one array
 
 
@@ -39,24 +42,30 @@ def kept_ones(theta: Theta, k: int, scheme: Scheme = "paper") -> int:
     if scheme == "random":
         return min(k, theta.d) if theta.signs is None else min(int(k / np.log2(3)), theta.d)
     encoder = Encoder(theta.d, k, signed=theta.signs is not None)
-    return encoder.kept if scheme == "paper" else capacity(theta.d, k, encoder.marks)
+    return capacity(theta.d, k, encoder.marks) if scheme == "lowest" else encoder.kept
 
 
-def receive(ones: Ones, d: int, kept: int, scheme: Scheme, rng: np.random.Generator) -> tuple[Ones, Floats]:
-    """Return the ones that arrive and what each counts."""
+def receive(
+    ones: Ones, theta: Theta, kept: int, scheme: Scheme, rng: np.random.Generator
+) -> tuple[Ones, Floats]:
+    """Return the ones that arrive and how often each counts."""
     if scheme == "central":
         return ones, np.ones(len(ones.node))
-    if scheme == "truncate":
+    if scheme == "lowest":
         arrived = _first(ones, ones.coordinate, np.minimum(ones.counts, kept))
         return arrived, np.ones(len(arrived.node))
-    shuffled = ones.coordinate[np.argsort(ones.node + rng.random(len(ones.node)))]
+    drawn = rng.random(len(ones.node))
+    if scheme == "top":  # |Y|: the amplitude, and a perturbation from [-1/2, 1/2)
+        order = np.lexsort((-np.abs(theta.one(ones.coordinate)) - drawn, ones.node))
+    else:
+        order = np.argsort(ones.node + drawn)
     if scheme == "random":
-        if d >= 10**9:
-            raise ValueError(f"random coordinates need d < 10^9, got {d}; lower d")
-        seen = rng.hypergeometric(ones.counts, d - ones.counts, kept)  # ones among the k coordinates
-        arrived = _first(ones, shuffled, seen.astype(np.int64))
-        return arrived, np.full(len(arrived.node), d / kept)
-    arrived = _first(ones, shuffled, np.minimum(ones.counts, kept))
+        if theta.d >= 10**9:
+            raise ValueError(f"random coordinates need d < 10^9, got {theta.d}; lower d")
+        seen = rng.hypergeometric(ones.counts, theta.d - ones.counts, kept)  # ones among the k coordinates
+        arrived = _first(ones, ones.coordinate[order], seen.astype(np.int64))
+        return arrived, np.full(len(arrived.node), theta.d / kept)
+    arrived = _first(ones, ones.coordinate[order], np.minimum(ones.counts, kept))
     return arrived, np.maximum(ones.counts[arrived.node] / kept, 1.0)
 
 
@@ -70,7 +79,7 @@ def _first(ones: Ones, coordinate: Integers, numbers: Integers) -> Ones:
 def estimate(
     chunks: Iterable[Ones], theta: Theta, k: int, scheme: Scheme, rng: np.random.Generator
 ) -> tuple[Integers, Floats]:
-    """Return the estimate of theta where it is not zero: coordinates and values."""
+    """Return the estimate where it is not zero: coordinates and values."""
     kept = kept_ones(theta, k, scheme)
     nodes = 0
     total = np.zeros(theta.d if theta.d <= DENSE else 0)
@@ -78,9 +87,8 @@ def estimate(
     counting: list[Floats] = []
     for ones in chunks:
         nodes += ones.nodes
-        arrived, weight = receive(ones, theta.d, kept, scheme, rng)
-        if theta.signs is not None:
-            weight = weight * theta.signs[arrived.coordinate]
+        arrived, weight = receive(ones, theta, kept, scheme, rng)
+        weight = weight * theta.one(arrived.coordinate)
         if theta.d <= DENSE:
             total += np.bincount(arrived.coordinate, weight, minlength=theta.d)
         else:
@@ -99,6 +107,16 @@ def squared_error(where: Integers, values: Floats, theta: Theta) -> float:
     return float((np.square(values - true) - np.square(true)).sum() + theta.squares)
 
 
+def missed(where: Integers, values: Floats, theta: Theta) -> float:
+    """Return the least || c x estimate - truth ||^2 over all factors c, as a part of || truth ||^2.
+
+    It is sin^2 of the angle between both: what is left when a learning rate is tuned, which sets the length.
+    """
+    length = float(np.square(values).sum())
+    along = float((values * theta.at(where)).sum())
+    return 1.0 - along**2 / (length * theta.squares) if length else 1.0
+
+
 @dataclass(frozen=True)
 class Setting:
     """One point at which risk is measured."""
@@ -109,17 +127,22 @@ class Setting:
     k: int
     family: str = "flat"
     signed: bool = False
+    spread: float = 0.0  # of the amplitudes, which are 1 to 1 + spread
 
     def theta(self) -> Theta:
         """Make the parameter."""
         if self.family not in FAMILIES:
             raise ValueError(f"family must be one of {sorted(FAMILIES)}, got {self.family!r}")
         theta = FAMILIES[self.family](self.d, self.s)
-        return theta.with_signs(numpy_rng(0, "signs", self.d)) if self.signed else theta
+        theta = theta.with_signs(numpy_rng(0, "signs", self.d)) if self.signed else theta
+        return (
+            theta.with_amplitudes(self.spread, numpy_rng(0, "amplitudes", self.d)) if self.spread else theta
+        )
 
     def key(self) -> tuple[int | str, ...]:
         """Name the setting for the generator."""
-        return (self.family, self.d, repr(float(self.s)), self.n, self.k, int(self.signed))
+        spread = (repr(float(self.spread)),) if self.spread else ()
+        return (self.family, self.d, repr(float(self.s)), self.n, self.k, int(self.signed), *spread)
 
 
 @dataclass(frozen=True)
@@ -138,41 +161,50 @@ class Risk:
         return asdict(self)
 
 
-def measure(setting: Setting, scheme: Scheme = "paper", repeats: int = 16, seed: int = 0) -> Risk:
-    """Run the whole experiment `repeats` times and average the squared error."""
+def measure(
+    setting: Setting, scheme: Scheme = "paper", repeats: int = 16, seed: int = 0, error: Error = squared_error
+) -> Risk:
+    """Run the whole experiment `repeats` times and average the error, of one kind or the other."""
     if repeats < 2:
         raise ValueError(f"an interval needs at least 2 repeats, got {repeats}")
-    errors = list(itertools.islice(squared_errors(setting, scheme, seed), repeats))
+    errors = list(itertools.islice(all_errors(setting, scheme, seed, error), repeats))
     mean = fmean(errors)
     half = half_width(errors)
     return Risk(setting, scheme, mean, mean - half, mean + half, repeats)
 
 
-def squared_errors(setting: Setting, scheme: Scheme = "paper", seed: int = 0) -> Iterator[float]:
-    """Yield the squared error of one whole experiment of n nodes after the other, without end."""
+def all_errors(
+    setting: Setting, scheme: Scheme = "paper", seed: int = 0, error: Error = squared_error
+) -> Iterator[float]:
+    """Yield the error of one whole experiment of n nodes after the other, without end."""
     theta = setting.theta()
     rng = numpy_rng(seed, "risk", scheme, *setting.key())
     while True:
         where, values = estimate(sample(theta, setting.n, rng), theta, setting.k, scheme, rng)
-        yield squared_error(where, values, theta)
+        yield error(where, values, theta)
 
 
 def exact(setting: Setting, scheme: Scheme = "paper") -> float:
     """Return the risk by the error formula of the proof, before it is bounded.
 
-    For the paper's scheme that is (E[N max(1, N / k')] - sum theta_j^2) / n, with N the number of ones.
+    For the paper's scheme that is (E[N max(1, N / k')] - sum theta_j^2) / n, with N the number of ones; with
+    amplitudes, for a flat theta, the mean of their squares times the first term.
     """
     theta = setting.theta()
     kept = kept_ones(theta, setting.k, scheme)
-    if scheme == "truncate":
-        raise ValueError("truncation is biased and has no formula in the paper; use measure")
+    if scheme == "lowest" or (
+        setting.spread and (scheme == "top" or (scheme == "paper" and not theta.is_flat))
+    ):
+        raise ValueError(f"there is no formula for {scheme} at {setting}; use measure")
     if scheme == "random":
-        return (theta.total * theta.d / kept - theta.squares) / setting.n
+        return (theta.weighted(theta.levels) * theta.d / kept - theta.squares) / setting.n
     if scheme == "central":
-        return (theta.total - theta.squares) / setting.n
+        return (theta.weighted(theta.levels) - theta.squares) / setting.n
     law = theta.count_law()
     ones = np.arange(len(law))
     second = float((law * ones * np.maximum(1.0, ones / kept)).sum())
+    if theta.amplitudes is not None:
+        second = theta.weighted(np.array([second / theta.d]))
     return (second - theta.squares) / setting.n
 
 

@@ -35,7 +35,8 @@ def risk(
 ) -> None:
     """Measure the risk of every scheme, and bits used.
 
-    Against k, n, s and d.
+    Against k, n, s and d; then the paper's draw and top-k where the ones of some
+    coordinates are larger than those of others.
     The last table has the slopes where Theorem 1 predicts -1, -1 and 2.
     """
     from rtopk.studies.lab import pictures
@@ -48,7 +49,7 @@ def risk(
         base.theta()  # refuses what does not fit
     with counted("risk", steps_of_risk(base)) as step:
         study = study_risk(base, repeats, seed, step)
-    paths = [*pictures.risk_sweeps(study, out), *pictures.bits(study, out)]
+    paths = [*pictures.risk_sweeps(study, out), *pictures.amplitudes(study, out), *pictures.bits(study, out)]
     if _printed(as_json, study.to_dict(), paths):
         return
     for sweep in study.sweeps:
@@ -65,6 +66,17 @@ def risk(
         laid.add_section()
         laid.add_row("slope", *(f"{slope.value:+.3f}" for slope in sweep.slopes.values()), "", "")
         console.print(laid)
+    rows = [
+        [
+            row.setting.family, f"1 to {1 + row.setting.spread:g}", str(row.setting.n), f"{row.reach:.2g}",
+            f"{row.paper.mean:.3f}", f"{row.top.mean:.3f}", row.better,
+        ]
+        for row in study.amplitudes
+    ]  # fmt: skip
+    title = f"Missed by direction, best length (d = {base.d}, s = {base.s:g}, k = {base.k})"
+    heads = ["theta", "amplitudes", "n", "n k / d log(d/s)", "paper", "top", "less"]
+    if rows:
+        console.print(table(title, heads, rows, left=1))
     rows = [
         [str(needs[0][0]), *("none" if need is None else str(need) for _, need in needs)]
         for needs in zip(*study.needed.values(), strict=True)

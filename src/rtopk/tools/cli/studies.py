@@ -101,7 +101,7 @@ def reproduce(
     console.print(lay_out(f"{chosen.heading(size)}: scale {size}", heads, map(_cells, found)))
     pairs = comparisons(chosen, found)
     for pair, verdict in zip(pairs, judge([pair.lead for pair in pairs]), strict=True):
-        lead = f"{pair.lead.mean:+.2f}{plus_minus(pair.lead.half)}, {verdict.word}"
+        lead = f"{pair.lead.mean:+.2f}{plus_minus(pair.lead.half)}, {verdict.word} (Holm over {len(pairs)})"
         console.print(f"{pair.label}: {lead}", highlight=False)
 
 
@@ -330,7 +330,8 @@ def rivals(
         if against is not None:
             compared = pairs(here, against)
             judged = iter(judge([one.lead(other) for one, other in compared.values()]))
-            console.print(table("Leads, 95 % intervals", *leads(compared, judged, against)))
+            title = f"Leads: paired and Welch's 95 % intervals; verdicts after Holm over {len(compared)}"
+            console.print(table(title, *leads(compared, judged, against)))
         console.print()
     console.print(f"Records: {file}\nPicture: {picture}")
 
