@@ -22,10 +22,12 @@ from rtopk.studies.paper.reproduce import results_file, run_table, tuning
 from rtopk.studies.paper.results import (
     BEGIN,
     END,
+    PAGES,
     Comparison,
     comparisons,
     insert,
-    render_all,
+    page_tables,
+    render_page,
     row_results,
 )
 from rtopk.studies.tasks import TASKS
@@ -367,7 +369,7 @@ def test_standings_compare_with_intervals(tmp_path):
     assert top.paper == pytest.approx(6.40)
     words = [verdict.word for verdict in judge([pair.lead for pair in (top, baseline, twice)])]
     assert words == ["behind", "level", "ahead"]
-    page = render_all("small", tmp_path)
+    page = render_page("reproduction", "small", tmp_path)
     assert "over 3 tests" in page
     line = "| rTop-k 99 % against Top-k 99 % | -5.03 ± 0.14 | ± 2.27 | < 0.001 | behind | +6.40 | no |"
     assert line in page
@@ -411,7 +413,7 @@ def test_a_second_search_counts_when_all_rows_have_finished_it(tmp_path):
             append(file, made(config, 70.0))
     found = row_results(TABLES[2], "small", tmp_path)
     assert [(result.rate, result.mean, result.tuned_again) for result in found] == [(0.07794, 70.0, True)] * 2
-    assert "Rates were tuned a second time" in render_all("small", tmp_path)
+    assert "Rates were tuned a second time" in render_page("reproduction", "small", tmp_path)
 
 
 @pytest.mark.slow  # processes start
@@ -460,17 +462,25 @@ def test_tables_are_rendered_and_drawn(tmp_path, rtopk):
     assert "| rTop-k 99 % | 92.02 | 50.50 ± 6.35 | 2 | 0.045 | 100 |" in page
     assert "| rTop-k 99.9 % | 88.51 | not run yet | | | |" in page
     assert "**Incomplete**: 8 of 11 rows have not run; the fewest seeds of a row are 2." in page
-    assert page.count("Not run yet.") == 4 + len(STUDIES)
+    assert page.count("Not run yet.") == len(page_tables("reproduction")) - 1
     assert (tmp_path / "figure-3.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "figure-2.png").exists()
     with pytest.raises(ValueError, match="the page must hold the lines"):
         insert("no marks", "tables")
 
 
-def test_the_page_says_what_the_records_say():
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_what_the_records_say(name):
     root = Path(__file__).parents[3]
-    page = (root / "docs" / "reproduction.md").read_text()
-    assert insert(page, render_all("small", root / "results")) == page
+    page = (root / "docs" / f"{name}.md").read_text()
+    assert insert(page, render_page(name, "small", root / "results")) == page
+
+
+def test_every_study_is_on_one_page():
+    shown = [table for name in PAGES for table in page_tables(name).values()]
+    assert sorted(table.name for table in shown) == sorted(
+        t.name for t in (*TABLES.values(), *STUDIES.values())
+    )
 
 
 @pytest.mark.slow

@@ -201,15 +201,27 @@ def _orderings(judged: Judged, beside_paper: bool) -> list[str]:
     return lines
 
 
-def render_all(scale: Scale, results: Path) -> str:
-    """Return all five tables and the studies; their comparisons are judged together."""
-    names = [
-        *(f"Table {name}" for name in ("I", "II", "III", "IV", "V")),
-        *(f"Study {name}" for name in STUDIES),
-    ]
+# Which page shows a study, by the beginning of its name; the paper's tables and all other studies are on the first.
+# The comparisons of a page are judged together.
+PAGES = {"reproduction": "", "defaults": "shipped", "exchange": "exchange"}
+
+
+def page_tables(page: str) -> dict[str, Table]:
+    """Return the tables of a page, each with its heading."""
+    if page not in PAGES:
+        raise ValueError(f"page must be one of {', '.join(PAGES)}, got {page!r}")
+    names = zip(("I", "II", "III", "IV", "V"), TABLES.values(), strict=True)
+    paper = {f"Table {name}": table for name, table in names}
+    of = {name: next(p for p in reversed(PAGES) if name.startswith(PAGES[p])) for name in STUDIES}
+    studies = {f"Study {name}": table for name, table in STUDIES.items() if of[name] == page}
+    return {**paper, **studies} if page == "reproduction" else studies
+
+
+def render_page(page: str, scale: Scale, results: Path) -> str:
+    """Return the tables of a page; their comparisons are judged together."""
     tables = [
         (name, table, row_results(table, scale, results))
-        for name, table in zip(names, [*TABLES.values(), *STUDIES.values()], strict=True)
+        for name, table in page_tables(page).items()
         if scale in table.setups
     ]
     pairs = [comparisons(table, rows) for _, table, rows in tables]

@@ -129,6 +129,7 @@ def _cells(s: "RowResult") -> list[str]:
 def tables(
     scale: str = typer.Option("small", help="smoke, small or paper."),
     results: Path = RESULTS,
+    page: str = typer.Option("reproduction", help="Whose tables: reproduction, defaults or exchange."),
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
     times: Path | None = typer.Option(
@@ -140,14 +141,15 @@ def tables(
         _times(results, times, write, pictures)
         return
     from rtopk.studies.paper import TABLES, check_scale
-    from rtopk.studies.paper.results import draw_figure, insert, render_all
+    from rtopk.studies.paper.results import draw_figure, insert, page_tables, render_page
     from rtopk.tools.show.terminal import errors
 
     with wrong_use():
         size = check_scale(scale)
+        page_tables(page)  # refuses what is none
         if not results.is_dir():
             raise ValueError(f"--results must be a folder of records, and there is no folder {results}")
-    text = render_all(size, results)
+    text = render_page(page, size, results)
     if write is None:
         print(text)
     else:
