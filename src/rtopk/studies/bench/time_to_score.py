@@ -28,6 +28,12 @@ STEPS: dict[str, tuple[str, float | None, str | None]] = {
     "Top-k 99.9 %, momentum in the memory": ("rtopk", 0.001, "fp16"),
 }
 
+LOOKS = {
+    "dense": "dense",
+    "fp16": "threshold",
+    "powersgd-1": "powersgd",
+}  # whose colour a method has; ours: rtop-k's
+
 
 @dataclass(frozen=True)
 class Times:
@@ -91,7 +97,9 @@ def render(methods: Sequence[Times]) -> str:
         heads = ["method", "row of the study", "rounds", *(f"s at {rate(mbit)}" for mbit in RATES)]
         lines = markdown(heads, rows)
         lines[1] = lines[1].replace("| ---: |", "| --- |", 1)
-        parts.append("\n".join([f"Accuracy {target:.1f} ({share:.0%} of dense training's end):", "", *lines]))
+        parts.append(
+            "\n".join([f"Accuracy {target:.1f} ({100 * share:g} % of dense training's end):", "", *lines])
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -104,9 +112,7 @@ def draw(methods: Sequence[Times], path: Path, mbit: float = 100.0) -> None:
     for one in methods:
         curves = [record["curve"] for record in one.result.records]
         metric = one.result.metric
-        colour, marker = style({"fp16": "threshold", "powersgd-1": "powersgd"}.get(one.method, "rtop-k"))
-        if one.method == "dense":
-            colour, marker = style("dense")
+        colour, marker = style(LOOKS.get(one.method, "rtop-k"))
         axis.plot(
             [p["round"] * one.seconds[mbit] for p in curves[0]],
             [mean(curve[i][metric] for curve in curves) for i in range(len(curves[0]))],
