@@ -28,11 +28,12 @@ STEPS: dict[str, tuple[str, float | None, str | None]] = {
     "Top-k 99.9 %, momentum in the memory": ("rtopk", 0.001, "fp16"),
 }
 
+# Whose colour and marker a method has.
 LOOKS = {
     "dense": "dense",
     "fp16": "threshold",
     "powersgd-1": "powersgd",
-}  # whose colour a method has; ours: rtop-k's
+}  # others: rtop-k's
 
 
 @dataclass(frozen=True)
