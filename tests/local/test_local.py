@@ -185,7 +185,7 @@ def by_hand(outer):
             if outer == "sparseloco":
                 residuals[rank] *= 0.95
             residuals[rank] += moved
-            chosen = rtop_k(residuals[rank][:6], 3, 6, generator(0, rank, round_))
+            chosen = rtop_k(residuals[rank][:6], 3, 3, generator(0, rank, round_))
             sent = torch.zeros(7)
             sent[chosen] = residuals[rank][chosen]
             sent[6] = residuals[rank][6]  # the bias is dense
