@@ -135,11 +135,6 @@ def momentum_moves(at: Place) -> dict[str, Any]:
     kept = sgd(model, momentum=0.9)
     state = rtopk.ddp.register(wrap(model), memory="error-feedback", optimizer=kept)
     found["asked"] = [state.options.memory, kept.param_groups[0]["momentum"]]
-    first, second = sgd(model, momentum=0.9), sgd(model, momentum=0.9)
-    state = rtopk.ddp.register(wrap(model), 0.05, optimizer=first)
-    state.follow(second)
-    train(state.model, second, range(1), at.rank)
-    found["followed"] = second.param_groups[0]["momentum"]
     logging.getLogger("rtopk").setLevel(logging.NOTSET)
     return found
 

@@ -43,7 +43,6 @@ def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nester
         assert found["differ_stays"] == found["dampening_stays"] == [True, "error-feedback"]
         assert found["adam"] == "error-feedback"
         assert found["asked"] == ["error-feedback", 0.9]
-        assert found["followed"] == 0.0
 
 
 def test_one_collective_of_the_known_size_per_step_or_bucket(pair: Results) -> None:

@@ -36,7 +36,8 @@ SHARDED = (
 class RTopKCallback(Callback):
     """Exchange rTop-k payloads in `Trainer.fit`; takes the options of `rtopk.ddp.register`.
 
-    The optimizer is the module's own, if it has one only.
+    Under DDP the option `optimizer` is the module's own, if it has one only, so momentum moves into the memory. A
+    sharded model keeps it in the optimizer: Lightning cannot load a checkpoint of an optimizer without a state.
 
     mesh: under ModelParallelStrategy, returns the mesh of the ranks that hold the same shard, given the module
         after its `configure_model`.
@@ -69,12 +70,10 @@ class RTopKCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the state, now that the model is wrapped, and go on from a checkpoint if there was one."""
         strategy, before = trainer.strategy, self._before
-        if len(trainer.optimizers) == 1:  # its momentum moves into the memory
-            self.options = {**self.options, "optimizer": trainer.optimizers[0]}
         if isinstance(strategy, ModelParallelStrategy):
             self.state = self._sharded(pl_module)
         elif isinstance(strategy.model, DistributedDataParallel):
-            self.state = self._replicated(strategy.model, getattr(trainer.precision_plugin, "scaler", None))
+            self.state = self._replicated(strategy.model, trainer)
         else:
             version = " (FSDP1)" if isinstance(strategy, FSDPStrategy) else ""
             raise TypeError(
@@ -88,12 +87,14 @@ class RTopKCallback(Callback):
             self.state.load_state_dict(before.state_dict())
         self._before = self._saved = None
 
-    def _replicated(self, model: DistributedDataParallel, scaler: Any) -> ddp.State:
+    def _replicated(self, model: DistributedDataParallel, trainer: Trainer) -> ddp.State:
         others = [given.__name__ for given, _ in model._comm_hooks if given is not hook]
         if others:
             raise ValueError(f"the strategy brings another communication hook, {others[0]}; DDP allows one")
         attached = bool(model._comm_hooks)
-        state = ddp.register(model, self.density, scaler=scaler, attach=False, **self.options)
+        scaler, optimizers = getattr(trainer.precision_plugin, "scaler", None), trainer.optimizers
+        options = {"optimizer": optimizers[0] if len(optimizers) == 1 else None, **self.options}
+        state = ddp.register(model, self.density, scaler=scaler, attach=False, **options)
         if not attached:
             model.register_comm_hook(self, hook)
         return state
@@ -107,7 +108,6 @@ class RTopKCallback(Callback):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if isinstance(before, fsdp.State) and all(map(before.owns, trained)):
             before.end_round()  # in case the earlier fit was interrupted
-            before.follow(self.options.get("optimizer"))
             return before  # it is still attached to the model
         return fsdp.register(module, self.mesh(module), self.density, **self.options)
 

@@ -105,12 +105,6 @@ class State:
             momentum.hand_back(self.options.optimizer)
         self.takes_over = False
 
-    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Go on with another optimizer of the same parameters, for instance that of a second fit."""
-        self.options = replace(self.options, optimizer=optimizer)
-        if self.takes_over and optimizer is not None:
-            momentum.take_over(optimizer, self.owns)
-
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The parameters as they lie on this rank."""
