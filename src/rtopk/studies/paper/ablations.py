@@ -138,7 +138,7 @@ def _unmasked(density: float) -> TableRow:
 
 def _shipped_beside() -> list[TableRow]:
     """What else could be the default, and the rivals."""
-    kept = {"memory": "momentum-correction"}
+    kept: dict[str, Any] = {"memory": "momentum-correction"}
     rows = _rivals((1, 2))
     for density in _DENSITIES:
         rows += [
