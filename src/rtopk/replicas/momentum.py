@@ -55,7 +55,8 @@ def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
             group[TAKEN], group["weight_decay"] = momentum, decay / (1.0 - momentum)
             log.warning(
                 "momentum %g of %s moves into the memory, and its own becomes 0; weight_decay %g becomes %g, since "
-                "momentum no longer multiplies it. state.return_momentum() undoes this",
+                "momentum no longer multiplies it. Tune the learning rate again, upwards. "
+                "state.return_momentum() undoes this",
                 momentum, type(optimizer).__name__, decay, group["weight_decay"],
             )  # fmt: skip
         group["momentum"] = 0.0
