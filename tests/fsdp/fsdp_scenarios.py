@@ -1,6 +1,7 @@
 """What four ranks do in the FSDP tests: two sites of two ranks each, or other meshes where a test says so."""
 
 import contextlib
+import logging
 import warnings
 from typing import Any
 
@@ -31,6 +32,20 @@ def train(
         loss(model, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def momentum_moves(at: Place) -> dict[str, Any]:
+    """The optimizer's momentum becomes the memory's, by default."""
+    logging.getLogger("rtopk").setLevel(logging.ERROR)
+    mesh = meshes()
+    model = shard(net(), mesh["shard"])
+    optimizer = sgd(model)
+    rtopk.fsdp.register(model, mesh["replicate"], density=0.05, optimizer=optimizer)
+    train(model, optimizer, range(3), at.rank)
+    other, _ = registered(mesh, memory=MomentumCorrection)
+    train(other, sgd(other, momentum=0.0), range(3), at.rank)
+    logging.getLogger("rtopk").setLevel(logging.NOTSET)
+    return {"bits": [weights(model), weights(other)], "left": optimizer.param_groups[0]["momentum"]}
 
 
 def tied(seed: int = 0) -> nn.Module:

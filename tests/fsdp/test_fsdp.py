@@ -11,6 +11,7 @@ FOUR = [
     scenarios.dense_is_native,
     scenarios.bf16_reduction,
     scenarios.equals_reference,
+    scenarios.momentum_moves,
     scenarios.balance,
     scenarios.tiny,
     scenarios.not_finite,
@@ -50,6 +51,12 @@ def same(found: list[dict], name: str) -> None:
 @pytest.mark.parametrize("name", [*scenarios.DENSE, "global, sharded together"])
 def test_density_1_is_native_hybrid_sharding_to_the_bit(four: Results, name: str) -> None:
     same(clean(four, "dense_is_native"), name)
+
+
+def test_momentum_moves_from_the_optimizer_into_the_memory(four: Results) -> None:
+    found = clean(four, "momentum_moves")
+    same(found, "bits")
+    assert {rank["left"] for rank in found} == {0.0}
 
 
 @pytest.mark.slow
