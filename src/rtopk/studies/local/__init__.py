@@ -31,7 +31,7 @@ class Run:
     """All that decides a run. What is empty or 0 is as in the preset."""
 
     task: str
-    preset: str  # a name of rtopk.local.PRESETS, or "ddp"
+    preset: str  # diloco or sparseloco, as in rtopk.local.PRESETS; or ddp
     local_steps: int = 15
     density: float = 0.0
     selector: str = ""  # the name of a rule
@@ -72,27 +72,25 @@ _TOP = {**_SPARSE, "selector": "top-k"}
 METHODS: dict[str, dict[str, Any]] = {
     "DDP": {"preset": "ddp"},
     "DiLoCo": {"preset": "diloco"},
-    "Streaming DiLoCo": {"preset": "streaming"},
     "SparseLoCo": _SPARSE,
     "top-k": _TOP,
     "top-k, no decay": {**_TOP, "decay": 1.0},
     "top-k, Nesterov": {"preset": "diloco", "selector": "top-k", "density": 1 / 64, "values": "2bit"},
     "rTop-k": {**_SPARSE, "selector": "rtop-k", "r_over_k": 2.0},
     "rTop-k in chunks": {**_SPARSE, "selector": "chunked-k", "r_over_k": 2.0},
-    "top-k, half": {**_TOP, "density": 1 / 128},
     "top-k, half, 4 bits": {**_TOP, "density": 1 / 128, "values": "4bit"},
     "top-k, SparseLoCo's bytes": {**_TOP, "density": 1 / 41},
 }
-OURS = tuple(METHODS)[4:]
-AT_50 = ("DiLoCo", "SparseLoCo", "top-k", "top-k, SparseLoCo's bytes")
+OURS = tuple(METHODS)[3:]
+AT_50 = ("DiLoCo", "SparseLoCo")
 ROWS = (
     *(Row(label, 1 if label == "DDP" else 15, options) for label, options in METHODS.items()),
     *(Row(label, 50, METHODS[label]) for label in AT_50),
 )
-SMOKE = tuple(dataclasses.replace(row, local_steps=min(4, row.local_steps)) for row in ROWS[:5])
+SMOKE = tuple(dataclasses.replace(row, local_steps=min(4, row.local_steps)) for row in ROWS[:4])
 SMOKE_SIZE = {"nodes": 2, "batch": 2, "steps": 8, "evaluate_every": 8}
-ANCHORS = {"ddp": "DDP", "diloco": "DiLoCo", "streaming": "DiLoCo", "sparseloco": "SparseLoCo"}
-PUBLISHED = {"diloco": 0.7, "streaming": 0.7, "sparseloco": 1.0}  # outer rates
+ANCHORS = {"ddp": "DDP", "diloco": "DiLoCo", "sparseloco": "SparseLoCo"}
+PUBLISHED = {"diloco": 0.7, "sparseloco": 1.0}  # outer rates
 
 
 @dataclass(frozen=True)

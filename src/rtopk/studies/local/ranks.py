@@ -6,15 +6,17 @@ rises for a twentieth of the steps and falls to a tenth as a cosine.
 
 import dataclasses
 import math
+import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -186,11 +188,11 @@ class Ranks:
         """Train, and return the record of rank 0."""
         if run.nodes != len(self._pipes):
             raise ValueError(f"nodes must be the number of ranks, {len(self._pipes)}, got {run.nodes}")
-        for pipe in self._pipes:
-            pipe.send(run)
         try:
+            for pipe in self._pipes:
+                pipe.send(run)
             answers = [pipe.recv() for pipe in self._pipes]
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise RuntimeError(f"a rank has ended in {run}") from error
         for answer in answers:
             if isinstance(answer, str):
@@ -199,21 +201,25 @@ class Ranks:
 
 
 def _serve(rank: int, nodes: int, meeting: str, orders: Connection) -> None:
-    """Train what comes, until the parent is gone."""
+    """Train what comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=nodes)
     while True:
         try:
-            run = orders.recv()
-        except EOFError:
-            return
-        try:
-            answer = train(run)
+            answer = train(orders.recv())
         except Exception:  # and leave, so that the others do not wait
             orders.send(traceback.format_exc())
             return
         orders.send(answer)
+
+
+def _leave_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None  # this is a rank
+    parent.join()
+    os._exit(1)
 
 
 Stage = Callable[
