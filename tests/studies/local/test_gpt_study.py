@@ -15,7 +15,6 @@ from rtopk.studies.local import (
     OURS,
     ROWS,
     SMOKE,
-    SMOKE_SIZE,
     TASKS,
     Run,
     find,
@@ -142,10 +141,10 @@ def test_rates_first_then_seed_by_seed():
     def loss(run):
         return (run.rate - 0.02) ** 2 * 1e4 + (run.outer_rate - 0.5) ** 2 + 0.01 * run.seed
 
-    while wanted := list(missing(find_all("shakespeare", ROWS, records, {}), 2)):
+    while wanted := list(missing(find_all("shakespeare", ROWS, records), 2)):
         order += [run for _, run in wanted]
         records += [record_of(run, loss(run)) for _, run in wanted]
-    found = find_all("shakespeare", ROWS, records, {})
+    found = find_all("shakespeare", ROWS, records)
     assert len({run.key for run in order}) == len(order)
     assert all(len(one.records) == 2 for one in found)
     # From 0.003, 0.006, 0.012 beyond the edge to 0.024 and 0.048; from 1 down to 0.5, in steps of the root of 2.
@@ -158,16 +157,15 @@ def test_rates_first_then_seed_by_seed():
     assert {run.seed for run in order[: -len(tests)]} == {1000}
     # Without one record, its run is what is missing; results end before the gap.
     less = [record for record in records if record["key"] != tests[0].key]
-    first = find("shakespeare", ROWS[0], {record["key"]: record for record in less}, {})
+    first = find("shakespeare", ROWS[0], {record["key"]: record for record in less})
     assert first.records == ()
     assert [run.key for _, run in missing([first], 2)] == [run.key for run in (tests[0], tests[len(ROWS)])]
 
 
 def test_rows_are_what_they_are_called():
-    assert len({(row.label, row.local_steps) for row in ROWS}) == len(ROWS)
+    assert len({(row.label, row.run.local_steps) for row in ROWS}) == len(ROWS)
+    assert len({row.run.key for row in ROWS}) == len(ROWS)
     assert set(OURS) < set(METHODS)
-    keys = [row.runs("shakespeare", {}).key for row in ROWS]
-    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.slow  # forty short runs
@@ -184,7 +182,7 @@ def test_the_command_goes_on_where_it_stopped(data, tmp_path, rtopk):
     assert len(read(file)) == whole.count("\n") + len(SMOKE)
     assert "the same runs, our codec" in done.stdout
     assert (tmp_path / "study-gpt-shakespeare-smoke.png").stat().st_size > 10_000
-    found = find_all("shakespeare", SMOKE, read(file), SMOKE_SIZE)
+    found = find_all("shakespeare", SMOKE, read(file))
     assert [len(one.records) for one in found] == [2] * len(SMOKE)
 
 
@@ -219,7 +217,7 @@ def test_the_page_says_what_the_records_say(task, tmp_path, rtopk):
 
 
 def test_differences_are_paired():
-    run = ROWS[3].runs("shakespeare", {})
+    run = ROWS[3].run
     one, other = (
         page.Found(ROWS[3], None, None, None, tuple(record_of(run, loss) for loss in losses))
         for losses in ((1.0, 2.0, 3.0, 9.0), (0.9, 1.8, 2.7))

@@ -2,8 +2,8 @@
 
 Every method is a preset of `rtopk.local`, as published or changed, or dense DDP. `ranks.py` runs them on real
 ranks, `page.py` says what they reached. All runs of a task are lines of one file. Rates are tuned on validation
-data: AdamW's on three rows (`ANCHORS`), whose choice the others take over; then the outer rate of every row, on a
-grid of the same steps around the published one. A best rate at the edge of a grid leads further out.
+data: AdamW's on each preset as published, for all rows that change it; then the outer rate of every row, on a grid
+of the same steps around the published one. A best rate at the edge of a grid leads further out.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rtopk.studies.config import Part
@@ -56,41 +55,37 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """A method at a number of local steps: a row of the tables."""
+    """A row of the tables."""
 
     label: str
-    local_steps: int
-    options: Mapping[str, Any]
-
-    def runs(self, task: str, size: Mapping[str, Any]) -> Run:
-        """Return what all runs of the row share; `size` changes how long they are."""
-        return Run(task=task, local_steps=self.local_steps, **{**self.options, **size})
+    run: Run  # what all its runs share, but for the task
 
 
-_SPARSE = {"preset": "sparseloco"}
-_TOP = {**_SPARSE, "selector": "top-k"}
+_TOP = {"preset": "sparseloco", "selector": "top-k"}
 METHODS: dict[str, dict[str, Any]] = {
-    "DDP": {"preset": "ddp"},
+    "DDP": {"preset": "ddp", "local_steps": 1},
     "DiLoCo": {"preset": "diloco"},
-    "SparseLoCo": _SPARSE,
+    "SparseLoCo": {"preset": "sparseloco"},
     "top-k": _TOP,
     "top-k, no decay": {**_TOP, "decay": 1.0},
     "top-k, Nesterov": {"preset": "diloco", "selector": "top-k", "density": 1 / 64, "values": "2bit"},
-    "rTop-k": {**_SPARSE, "selector": "rtop-k", "r_over_k": 2.0},
-    "rTop-k in chunks": {**_SPARSE, "selector": "chunked-k", "r_over_k": 2.0},
+    "rTop-k": {"preset": "sparseloco", "selector": "rtop-k", "r_over_k": 2.0},
+    "rTop-k in chunks": {"preset": "sparseloco", "selector": "chunked-k", "r_over_k": 2.0},
     "top-k, half, 4 bits": {**_TOP, "density": 1 / 128, "values": "4bit"},
     "top-k, SparseLoCo's bytes": {**_TOP, "density": 1 / 41},
 }
 OURS = tuple(METHODS)[3:]
 AT_50 = ("DiLoCo", "SparseLoCo")
 ROWS = (
-    *(Row(label, 1 if label == "DDP" else 15, options) for label, options in METHODS.items()),
-    *(Row(label, 50, METHODS[label]) for label in AT_50),
+    *(Row(label, Run(task="", **options)) for label, options in METHODS.items()),
+    *(Row(label, Run(task="", local_steps=50, **METHODS[label])) for label in AT_50),
 )
-SMOKE = tuple(dataclasses.replace(row, local_steps=min(4, row.local_steps)) for row in ROWS[:4])
-SMOKE_SIZE = {"nodes": 2, "batch": 2, "steps": 8, "evaluate_every": 8}
-ANCHORS = {"ddp": "DDP", "diloco": "DiLoCo", "sparseloco": "SparseLoCo"}
-PUBLISHED = {"diloco": 0.7, "sparseloco": 1.0}  # outer rates
+_SMALL: dict[str, Any] = {"nodes": 2, "batch": 2, "steps": 8, "evaluate_every": 8}
+SMOKE = tuple(
+    Row(row.label, dataclasses.replace(row.run, local_steps=min(4, row.run.local_steps), **_SMALL))
+    for row in ROWS[:4]
+)
+PUBLISHED = {"diloco": 0.7, "sparseloco": 1.0, "ddp": 0.0}  # outer rates
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Found(SeedRuns):
     """What the records say of a row."""
 
     row: Row
-    inner: Tuning  # of the row whose rate it takes
+    inner: Tuning  # of AdamW's rate, on the preset as published
     outer: Tuning | None  # None: there is no outer step, or the inner rate is not known yet
     final: Run | None  # what its results run, but for the seed; None while rates are missing
     records: tuple[Record, ...] = ()  # results, by seed, from seed 0 without a gap
@@ -109,42 +104,39 @@ class Found(SeedRuns):
         return (*self.inner.missing, *(self.outer.missing if self.outer else ()))
 
 
-def find(task: str, row: Row, records: Mapping[str, Record], size: Mapping[str, Any]) -> Found:
+def find(task: str, row: Row, records: Mapping[str, Record]) -> Found:
     """Say what records, by key, have of a row: its rates, or what they lack; and its results."""
-    base = row.runs(task, size)
-    label = ANCHORS[base.preset]
-    anchor = next(one for one in ROWS if one.label == label).runs(task, size)
-    if size:  # of a smoke test
-        anchor = dataclasses.replace(anchor, local_steps=base.local_steps if label != "DDP" else 1)
-    published = PUBLISHED.get(base.preset, 0.0)
-
-    def at(run: Run, outer_rate: float, rate: float) -> list[Run]:
-        return [dataclasses.replace(run, rate=rate, outer_rate=outer_rate)]
-
-    inner = search(RATES, BEYOND, partial(at, anchor, PUBLISHED.get(anchor.preset, 0.0)), records)
+    run = dataclasses.replace(row.run, task=task, outer_rate=PUBLISHED[row.run.preset])
+    plain = dataclasses.replace(
+        run,
+        local_steps=min(15, run.local_steps),
+        density=0.0,
+        selector="",
+        r_over_k=0.0,
+        values="",
+        decay=0.95,
+    )
+    inner = search(RATES, BEYOND, lambda rate: [dataclasses.replace(plain, rate=rate)], records)
     if inner.missing:
         return Found(row, inner, None, None)
-    if not published:
-        final, outer = at(base, 0.0, inner.rate)[0], None
-    else:
-        grid = [float(f"{published * OUTER_STEP**power:.4g}") for power in (-1, 0, 1)]
-        outer = search(grid, BEYOND, lambda outer_rate: at(base, outer_rate, inner.rate), records)
+    run, outer = dataclasses.replace(run, rate=inner.rate), None
+    if run.outer_rate:
+        grid = [float(f"{run.outer_rate * OUTER_STEP**power:.4g}") for power in (-1, 0, 1)]
+        outer = search(grid, BEYOND, lambda rate: [dataclasses.replace(run, outer_rate=rate)], records)
         if outer.missing:
             return Found(row, inner, outer, None)
-        final = at(base, outer.rate, inner.rate)[0]
-    final = dataclasses.replace(final, part="test", evaluate_every=max(1, final.steps // 5))
+        run = dataclasses.replace(run, outer_rate=outer.rate)
+    final = dataclasses.replace(run, part="test", evaluate_every=max(1, run.steps // 5))
     results: list[Record] = []
     while (key := dataclasses.replace(final, seed=len(results)).key) in records:
         results.append(records[key])
     return Found(row, inner, outer, final, tuple(results))
 
 
-def find_all(
-    task: str, rows: Sequence[Row], records: Sequence[Record], size: Mapping[str, Any]
-) -> list[Found]:
+def find_all(task: str, rows: Sequence[Row], records: Sequence[Record]) -> list[Found]:
     """Say what records have of some rows."""
     by_key = {record["key"]: record for record in records}
-    return [find(task, row, by_key, size) for row in rows]
+    return [find(task, row, by_key) for row in rows]
 
 
 def missing(found: Sequence[Found], seeds: int) -> Iterator[tuple[str, Run]]:

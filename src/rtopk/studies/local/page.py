@@ -37,13 +37,13 @@ def published(one: Found) -> float:
 def markdown(task: str, found: Sequence[Found]) -> str:
     """Return the tables of a task, and what they say of the claim."""
     lines = [f"### {TASKS[task]}", "", f"![Loss against bytes and rounds](pictures/{picture(task).name})"]
-    for local_steps in sorted({one.row.local_steps for one in found} - {1}):
-        here = [one for one in found if one.row.local_steps in (1, local_steps)]
+    for local_steps in sorted({one.row.run.local_steps for one in found} - {1}):
+        here = [one for one in found if one.row.run.local_steps in (1, local_steps)]
         yardstick = next((one for one in here if one.row.label == YARDSTICK), None)
         if yardstick is not None:
             lines += ["", *_table(here, yardstick, local_steps), "", *_verdict(here, yardstick)]
     rates = [
-        [f"{one.row.label}, H = {one.row.local_steps}", f"{one.final.rate:g}{_edge(one.inner)}",
+        [f"{one.row.label}, H = {one.row.run.local_steps}", f"{one.final.rate:g}{_edge(one.inner)}",
          f"{one.final.outer_rate:g}{_edge(one.outer)}" if one.outer else None,
          ", ".join(f"{rate:g}: {-one.outer.value(rate):.3f}" for rate in one.outer.tried) if one.outer else None]
         for one in found if one.final is not None
@@ -128,7 +128,7 @@ def draw(task: str, found: Sequence[Found], path: Path) -> None:
             method, at = one.records[0]["config"]["method"], labels.index(one.row.label)
             shade = sum(_rule(label) == _rule(one.row.label) for label in labels[:at])
             colour = mixed(style(method)[0], "#ffffff", min(0.6, 0.15 * shade))
-            far = one.row.local_steps > 15
+            far = one.row.run.local_steps > 15
             curves = [record["curve"] for record in one.records]
             points = list(zip(*curves, strict=False))
             x = [mean(point[value] for point in points_) for points_ in points]
@@ -136,7 +136,7 @@ def draw(task: str, found: Sequence[Found], path: Path) -> None:
             axis.plot(
                 x, y, color=colour, marker=MARKERS[at % len(MARKERS)], markersize=5, linewidth=1.1,
                 linestyle="--" if far else "-", markerfacecolor="white" if far else colour, markevery=[-1],
-                label=f"{one.row.label}, H = {one.row.local_steps}",
+                label=f"{one.row.label}, H = {one.row.run.local_steps}",
             )  # fmt: skip
             if len(one.records) > 1:
                 axis.errorbar(x[-1], y[-1], one.half_width, color=colour, capsize=2)

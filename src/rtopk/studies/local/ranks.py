@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -222,14 +222,11 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-Stage = Callable[
-    [Sequence[tuple[str, Run]]], Callable[[str, int], None]
-]  # labels, runs -> what is told of keys
+# Labels and runs of a stage -> what is told of the keys that are done.
+Stage = Callable[[Sequence[tuple[str, Run]]], Callable[[str, int], None]]
 
 
-def run_study(
-    task: str, seeds: int, jobs: int, file: Path, size: Mapping[str, Any], rows: Sequence[Row], stage: Stage
-) -> None:
+def run_study(task: str, rows: Sequence[Row], seeds: int, jobs: int, file: Path, stage: Stage) -> None:
     """Run what is missing of some rows of a task, on so many groups of ranks side by side."""
     results, idle = Results(file), SimpleQueue[Ranks]()
 
@@ -241,12 +238,11 @@ def run_study(
             idle.put(ranks)
 
     with ThreadPoolExecutor(jobs) as threads, ExitStack() as groups:
-        while wanted := list(missing(find_all(task, rows, results.records, size), seeds)):
+        while wanted := list(missing(find_all(task, rows, results.records), seeds)):
             while idle.qsize() < jobs:  # all are idle between two stages
                 idle.put(groups.enter_context(Ranks(wanted[0][1].nodes)))
             tell = stage(wanted)
             futures = [threads.submit(work, run) for _, run in wanted]
-            groups.callback(threads.shutdown, wait=False, cancel_futures=True)
             for future in futures:
                 record = future.result()
                 results.add(record)

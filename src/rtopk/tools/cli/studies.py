@@ -303,7 +303,6 @@ def gpt(
     set_environment(data_dir)
     name = f"study-gpt-{task.removesuffix('-gpt')}{'-smoke' if smoke else ''}"
     file, rows = results / f"{name}.jsonl", local.SMOKE if smoke else local.ROWS
-    size: dict[str, Any] = local.SMOKE_SIZE if smoke else {}
     if not recorded:
         with ExitStack() as stack:
 
@@ -311,8 +310,8 @@ def gpt(
                 stack.close()  # the display of the stage before
                 return stack.enter_context(runs_progress([(run.key, label, 1) for label, run in wanted]))
 
-            ranks.run_study(task, seeds, jobs, file, size, rows, stage)
-    found = [one for one in local.find_all(task, rows, read(file), size) if one.records]
+            ranks.run_study(task, rows, seeds, jobs, file, stage)
+    found = [one for one in local.find_all(task, rows, read(file)) if one.records]
     if not found:
         raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
     text = page.markdown(task, found)
