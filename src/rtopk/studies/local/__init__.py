@@ -22,7 +22,7 @@ TASKS = {
     "shakespeare": "tiny Shakespeare, characters",
     "ptb-gpt": "Penn Treebank, the 1,000 most frequent words",
 }
-RATES, OUTER_STEP, BEYOND = (0.003, 0.006, 0.012), 2**0.5, 2
+RATES, OUTER_STEP, BEYOND = (0.003, 0.006, 0.012), 2**0.5, 4
 
 
 @dataclass(frozen=True, kw_only=True)
