@@ -113,43 +113,42 @@ def _verdict(here: Sequence[Found], yardstick: Found) -> list[str]:
 
 
 def draw(task: str, found: Sequence[Found], path: Path) -> None:
-    """Draw loss against bytes and against rounds, means over seeds; dashed and hollow where H is 50."""
+    """Draw loss against bytes and rounds, means over seeds, and the ends of the sparse runs larger.
+
+    Dashed and hollow: H is 50. Dotted: from our codec to SparseLoCo's own encoding.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5.4))
-    labels = list(METHODS)
-    for axis, value, name in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("sent_bytes", "round"),
-        ("bytes sent by a rank", "rounds"),
-        strict=True,
-    ):
+    figure, labels = Figure(figsize=(15, 5.4)), list(METHODS)
+    panels = (("sent_bytes", "bytes sent by a rank", 0), ("round", "rounds", 0),
+              ("sent_bytes", "bytes sent by a rank, ends of the sparse runs", -1))  # fmt: skip
+    for axis, (value, name, first) in zip(figure.subplots(1, 3), panels, strict=True):
         for one in found:
-            method, at = one.records[0]["config"]["method"], labels.index(one.row.label)
-            shade = sum(_rule(label) == _rule(one.row.label) for label in labels[:at])
-            colour = mixed(style(method)[0], "#ffffff", min(0.6, 0.15 * shade))
+            config, at = one.records[0]["config"], labels.index(one.row.label)
+            if first and config["density"] == 1.0:
+                continue
+            alike = sum(_rule(label) == _rule(one.row.label) for label in labels[:at])
+            colour = mixed(style(config["method"])[0], "#ffffff", min(0.6, 0.15 * alike))
             far = one.row.run.local_steps > 15
-            curves = [record["curve"] for record in one.records]
-            points = list(zip(*curves, strict=False))
-            x = [mean(point[value] for point in points_) for points_ in points]
-            y = [mean(point["loss"] for point in points_) for points_ in points]
+            points = list(zip(*(record["curve"] for record in one.records), strict=False))[first:]
+            x = [mean(run[value] for run in point) for point in points]
+            y = [mean(run["loss"] for run in point) for point in points]
             axis.plot(
-                x, y, color=colour, marker=MARKERS[at % len(MARKERS)], markersize=5, linewidth=1.1,
+                x, y, color=colour, marker=MARKERS[at % len(MARKERS)], markersize=6, linewidth=1.1,
                 linestyle="--" if far else "-", markerfacecolor="white" if far else colour, markevery=[-1],
                 label=f"{one.row.label}, H = {one.row.run.local_steps}",
             )  # fmt: skip
-            if len(one.records) > 1:
+            if first and len(one.records) > 1:
                 axis.errorbar(x[-1], y[-1], one.half_width, color=colour, capsize=2)
             if value == "sent_bytes" and one.row.label == YARDSTICK:
                 own = published(one) * one.records[0]["final"]["round"]
                 axis.plot([x[-1], own], [y[-1], y[-1]], color=colour, linestyle=":", marker="x")
-                axis.annotate("its own encoding", (own, y[-1]), fontsize=7, va="bottom")
         axis.set(xscale="log", xlabel=name)
         axis.grid(alpha=0.3)
     figure.axes[0].set_ylabel("loss on test data")
     figure.suptitle(f"{TASKS[task]}: a small GPT, four ranks, AdamW")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncol=4, fontsize=8)
-    figure.tight_layout(rect=(0, 0.02 + 0.04 * -(-len(found) // 4), 1, 1))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncol=5, fontsize=8)
+    figure.tight_layout(rect=(0, 0.02 + 0.04 * -(-len(found) // 5), 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
