@@ -94,9 +94,12 @@ def _all_bytes(yardstick: Found) -> float:
 def _verdict(here: Sequence[Found], yardstick: Found) -> list[str]:
     """Say whether SparseLoCo's loss is had with fewer bytes, and who is beyond it."""
     ours, theirs = yardstick.sent_bytes_per_round, published(yardstick)
+    saved = 1 - ours / theirs
+    much = "a third" if saved >= 1 / 3 else "less than a third"
     lines = [
-        f"- SparseLoCo's own loss: its entries take {theirs:,.0f} bytes a round as published and {ours:,.0f} in "
-        f"our codec, {100 * (1 - ours / theirs):.1f} % fewer. The runs are the same, so the loss is."
+        f"- SparseLoCo's loss with fewer bytes: its entries take {theirs:,.0f} bytes a round as published and "
+        f"{ours:,.0f} in our codec, {100 * saved:.1f} % fewer: {much}. "
+        "The runs are the same, and so is the loss."
     ]
     for words, bytes_ in (("as published", theirs), ("in our codec", ours)):
         told: dict[str, list[str]] = {"lower": [], "higher": [], "undecided": []}
@@ -108,7 +111,7 @@ def _verdict(here: Sequence[Found], yardstick: Found) -> list[str]:
                     f"{100 * (1 - one.sent_bytes_per_round / bytes_):.0f} % fewer bytes)"
                 )
         said = "; ".join(f"loss {way}: {', '.join(rows) or 'none'}" for way, rows in told.items())
-        lines.append(f"- Of ours, with no more bytes than SparseLoCo {words}: {said}.")
+        lines.append(f"- Beyond it, rows of ours with no more bytes than SparseLoCo {words}: {said}.")
     return lines
 
 

@@ -287,8 +287,8 @@ def gpt(
 
     Dense DDP, DiLoCo, SparseLoCo and ours, with AdamW on four ranks of Gloo. Rates
     are tuned on validation data, then every method runs on test data with every
-    seed. A task takes some 80 minutes of one core. The same command goes on where
-    it stopped.
+    seed. A task takes some two hours of one core. The same command goes on
+    where it stopped.
     """
     from rtopk.studies import local
     from rtopk.studies.local import page, ranks
