@@ -41,6 +41,7 @@ ONLY_PARSED = {
     "data": "needs the data sets; tests/studies/tasks/test_data.py makes small ones",
     "tables": "writes into docs; tests/studies/paper/test_reproduce.py runs it on records of its own",
     "rivals": "hours; tests/studies/equal_bytes/test_equal_bytes.py runs it small",
+    "gpt": "an hour or more; tests/studies/local/test_gpt_study.py runs it small",
     "lab": "tests/studies/lab/test_lab_cli.py runs each of them small",
 }
 MAKE = {  # only parsed: each is a call of what is tested elsewhere

@@ -111,7 +111,7 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(tmp_path):
         (["train", "--method", "best"], 2, "method must be one of"),
         (["train", "--no-such-option"], 2, "No such option"),
         (["nonsense"], 2, "No such command"),
-        (["train", "--task", "nothing", "--out", "{tmp}/x"], 1, "task must be one of"),
+        (["train", "--task", "nothing", "--out", "{tmp}/x"], 2, "task must be one of"),
         (["train", "--rounds", "1", "--out", "{file}/x"], 1, "Not a directory"),
         (["lab", "risk", "--family", "odd"], 2, "family must be one of"),
         (["advise", "--mbit", "-5"], 2, "mbit must be positive, got -5"),
@@ -137,14 +137,14 @@ def test_errors_are_one_line_with_the_right_code(arguments, code, message, tmp_p
 
 
 def test_an_error_in_a_real_process(tmp_path):
-    result = rtopk("train", "--task", "nothing", "--out", tmp_path / "x")
+    result = rtopk("report", tmp_path / "nothing")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("rtopk: task must be one of")
+    assert result.stderr.startswith(f"rtopk: {tmp_path}/nothing does not exist")
     assert len(result.stderr.splitlines()) == 1
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    assert "Traceback" in rtopk("--debug", "train", "--task", "nothing", "--out", tmp_path / "x").stderr
+    assert "Traceback" in rtopk("--debug", "report", tmp_path / "nothing").stderr
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from rtopk.studies.config import Config
 from rtopk.studies.paper import Scale, Table, TableRow
@@ -26,7 +28,7 @@ class Tuning:
     """What is known of a row's learning rate."""
 
     tried: dict[float, list[Record]]  # the runs of each rate, from the smallest to the largest
-    missing: tuple[Config, ...] = ()  # the runs that come next; none when the search is over
+    missing: tuple[Any, ...] = ()  # configurations of the runs that come next; none when the search is over
     whole: bool = True  # all of the grid has been tried
 
     @property
@@ -61,11 +63,21 @@ def tuning(
         grid = tuple(float(f"{first.rate * factor:.4g}") for factor in (1 / step, 1.0, step))
         setup = dataclasses.replace(setup, tuning_rounds=setup.config.rounds, tuning_seeds=3)
         table = dataclasses.replace(table, setups={**table.setups, scale: setup})
+    return search(grid, setup.beyond, partial(table.tuning, scale, row), records)
+
+
+def search(
+    grid: Sequence[float],
+    beyond: int,
+    runs_of: Callable[[float], Sequence[Any]],
+    records: Mapping[str, Record],
+) -> Tuning:
+    """Return what records say of the rates of a grid, and of those that a best one at its edge leads to."""
     low, high = (grid[0] / grid[1], grid[-1] / grid[-2]) if len(grid) > 1 else (1.0, 1.0)
     tried: dict[float, list[Record]] = {}
     wanted, whole = list(grid), False
-    for left in range(setup.beyond, -1, -1):
-        runs = {rate: table.tuning(scale, row, rate) for rate in wanted}
+    for left in range(beyond, -1, -1):
+        runs = {rate: runs_of(rate) for rate in wanted}
         missing = [run for group in runs.values() for run in group if run.key not in records]
         done = {
             rate: [records[run.key] for run in group if run.key in records] for rate, group in runs.items()

@@ -138,9 +138,9 @@ def ptb(config: Config, *, words: int, units: int, dropout: float, init: float, 
     return Prediction(text, text.test if config.part == "test" else text.validation, model, unroll)
 
 
-def shakespeare(config: Config) -> Prediction:
-    """Tiny Shakespeare by characters with a small GPT."""
-    text = _shakespeare()
+def gpt(config: Config, *, corpus: Callable[[], datasets.Corpus]) -> Prediction:
+    """Read a text with a small GPT: 107,840 parameters for the 65 characters of tiny Shakespeare."""
+    text = corpus()
     model = partial(Gpt, text.words, width=64, layers=2, heads=4, context=64)
     return Prediction(text, text.test if config.part == "test" else text.validation, model, unroll=64)
 
@@ -169,7 +169,8 @@ TASKS: dict[str, Callable[[Config], Task]] = {
     # Zaremba et al.'s large model and its small sibling.
     "ptb": partial(ptb, words=0, units=1500, dropout=0.65, init=0.04, unroll=35),
     "ptb-small": partial(ptb, words=1000, units=64, dropout=0.0, init=0.1, unroll=10),
-    "shakespeare": shakespeare,
+    "ptb-gpt": partial(gpt, corpus=partial(_ptb, 1000)),
+    "shakespeare": partial(gpt, corpus=_shakespeare),
 }
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": ("bench:app", "Measure the parts against their floors and rivals."),
     "selftest": ("selftest:selftest", "Check the library on a device against the CPU, to the bit."),
     "rivals": ("studies:rivals", "Compare all methods at equal bytes sent."),
+    "gpt": ("studies:gpt", "Compare methods of local steps on a small GPT."),
     "reproduce": ("studies:reproduce", "Run one of the paper's tables and print both side by side."),
     "tables": ("studies:tables", "Print the tables that have been run, paper beside ours."),
     "lab": ("lab:app", "See each theorem of the paper happen."),

@@ -1,4 +1,4 @@
-"""`rtopk reproduce`, `rtopk tables`, `rtopk rivals` and `rtopk data`: the studies, and the data that they need."""
+"""`rtopk reproduce`, `tables`, `rivals`, `gpt` and `data`: the studies, and the data that they need."""
 
 import json
 from collections.abc import Sequence
@@ -348,3 +348,54 @@ def _row(result: "EntrantResult") -> dict[str, object]:
         "target_bytes": result.target if result.budget else None,
         "learning_rate": result.rate,
     }
+
+
+def gpt(
+    task: str = typer.Option("shakespeare", help="shakespeare or ptb-gpt; both need their data."),
+    seeds: int = typer.Option(5, min=1, help="Runs of each result, with different seeds."),
+    jobs: int = typer.Option(1, min=1, help="Runs side by side, four ranks each."),
+    results: Path = RESULTS,
+    picture: Path | None = typer.Option(None, help="Where the picture goes; default in the results."),
+    recorded: bool = typer.Option(False, "--recorded", help="Run nothing; show what is recorded."),
+    write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
+    data_dir: Path | None = DATA_DIR,
+    smoke: bool = typer.Option(False, "--smoke", help="A few steps on two ranks: does everything run?"),
+) -> None:
+    """Compare methods of local steps on a small GPT.
+
+    Dense DDP, DiLoCo, SparseLoCo and ours, with AdamW on four ranks of Gloo. Rates
+    are tuned on validation data, then every method runs on test data with every
+    seed. A task takes some two hours of one core. The same command goes on
+    where it stopped.
+    """
+    from rtopk.studies import local
+    from rtopk.studies.local import page, ranks
+    from rtopk.studies.paper.results import insert
+    from rtopk.studies.train.records import read
+    from rtopk.tools.show.terminal import runs_progress
+
+    if task not in local.TASKS:
+        raise typer.BadParameter(f"task must be one of {', '.join(local.TASKS)}, got {task!r}")
+    if write is not None:
+        insert(write.read_text(), "", *page.marks(task))  # now, not after an hour
+    set_environment(data_dir)
+    name = f"study-gpt-{task.removesuffix('-gpt')}{'-smoke' if smoke else ''}"
+    file, rows = results / f"{name}.jsonl", local.SMOKE if smoke else local.ROWS
+    if not recorded:
+        with ExitStack() as stack:
+
+            def stage(wanted: Sequence[tuple[str, local.Run]]) -> Any:
+                stack.close()  # the display of the stage before
+                return stack.enter_context(runs_progress([(run.key, label, 1) for label, run in wanted]))
+
+            ranks.run_study(task, rows, seeds, jobs, file, stage)
+    found = [one for one in local.find_all(task, rows, read(file)) if one.records]
+    if not found:
+        raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
+    text = page.markdown(task, found)
+    picture = picture or results / f"{name}.png"
+    page.draw(task, found, picture)
+    if write is not None:
+        write.write_text(insert(write.read_text(), text, *page.marks(task)))
+    print(text)
+    print(f"Records: {file}\nPicture: {picture}")
