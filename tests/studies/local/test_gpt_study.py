@@ -221,7 +221,13 @@ def test_the_page_says_what_the_records_say(task, tmp_path, rtopk):
 def test_differences_are_paired():
     run = ROWS[3].run
     one, other = (
-        page.Found(ROWS[3], None, None, None, tuple(record_of(run, loss) for loss in losses))
+        page.Found(
+            ROWS[3],
+            None,
+            None,
+            None,
+            tuple(record_of(dataclasses.replace(run, seed=seed), loss) for seed, loss in enumerate(losses)),
+        )
         for losses in ((1.0, 2.0, 3.0, 9.0), (0.9, 1.8, 2.7))
     )
     apart, half = page.difference(one, other)

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 from rtopk.studies.local import METHODS, OURS, TASKS, Found
-from rtopk.tools.show.intervals import half_width, plus_minus
+from rtopk.tools.show.intervals import plus_minus
 from rtopk.tools.show.palette import MARKERS, mixed, style
 from rtopk.tools.show.terminal import markdown as markdown_table
 
@@ -25,8 +25,8 @@ def picture(task: str) -> Path:
 
 def difference(one: Found, other: Found) -> tuple[float, float]:
     """Return the mean of one loss minus the other with the same seed, and half its 95 % interval."""
-    pairs = [a - b for a, b in zip(one.scores, other.scores, strict=False)]
-    return mean(pairs), half_width(pairs)
+    found = one.lead(other)
+    return -found.mean, found.half
 
 
 def published(one: Found) -> float:
