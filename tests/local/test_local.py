@@ -226,12 +226,14 @@ def streaming_by_hand():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_train(name):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-    few = {"density": 0.3} if name == "sparseloco" else {}  # 64 of 4,096 is one entry of this model
+    few = {"density": 0.3} if name in ("sparseloco", "compact") else {}  # theirs is one entry of this model
     local = LocalSGD.preset(name, model, 8, **few)
     first = train(model, local, 8, 0)
     assert train(model, local, 200, 1) < first
     assert local.sent > 0
-    with pytest.raises(ValueError, match="preset must be one of diloco, streaming, sparseloco, got 'fedavg'"):
+    with pytest.raises(
+        ValueError, match="preset must be one of diloco, streaming, sparseloco, compact, got 'fedavg'"
+    ):
         LocalSGD.preset("fedavg", model, 8)
 
 
