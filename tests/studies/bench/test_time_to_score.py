@@ -27,7 +27,8 @@ def test_a_score_is_reached_on_the_line_between_two_evaluations(target, rounds):
 
 def test_one_seed_that_never_reaches_it_is_never():
     runs = (record((10, 20.0)), record((10, 10.0)))
-    one = Times(RowResult(STUDY.rows[0], 0.1, 0.0, False, runs), "dense", {10.0: 2.0})
+    result = RowResult(STUDY.rows[0], 0.1, 0.0, at_edge=False, tuned_again=False, records=runs)
+    one = Times(result, "dense", {10.0: 2.0})
     assert one.rounds(10.0) == 7.5
     assert one.rounds(15.0) is None
 

@@ -108,6 +108,7 @@ def test_every_panel_names_methods_that_there_are():
                     assert (entrant.method != "powersgd") or budget.matrix_rank
 
 
+@pytest.mark.slow
 def test_smoke_runs_goes_on_and_shows_what_is_recorded(tmp_path):
     command = ["rivals", "--smoke", "--seeds", "2", "--jobs", "1", "--json"]
     folders = ["--results", str(tmp_path), "--work", str(tmp_path / "work")]
