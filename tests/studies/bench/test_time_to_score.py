@@ -40,6 +40,15 @@ def test_every_row_is_of_the_study_and_of_the_benchmark():
     assert {(*key, mbit) for key in STEPS.values() for mbit in time_to_score.RATES} <= measured
 
 
+def test_steps_that_were_not_measured_are_named():
+    links = from_json(json.loads((ROOT / "results/links.json").read_text()))
+    slow = [row for row in links if row.mbit != 10.0]
+    with pytest.raises(
+        ValueError, match=r"resnet18 on 4 nodes .* 5 of 15 are missing: run `rtopk bench link`"
+    ):
+        time_to_score.times(ROOT / "results", slow)
+
+
 def test_the_page_says_what_the_records_say():
     links = from_json(json.loads((ROOT / "results/links.json").read_text()))
     found = time_to_score.times(ROOT / "results", links)

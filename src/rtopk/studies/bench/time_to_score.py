@@ -62,13 +62,19 @@ def reached(record: Record, target: float) -> float | None:
 
 
 def times(results: Path, links: Sequence[LinkRow]) -> list[Times]:
-    """Return the methods that have both curves and steps."""
+    """Return the methods that have curves, with their steps; raise ValueError if a step is missing."""
     found = {result.row.label: result for result in row_results(STUDY, "small", results)}
     steps = {
         (row.method, row.density, row.values, row.mbit): row.step_ms / 1000.0
         for row in links
         if (row.model, row.nodes) == (MODEL, NODES)
     }
+    wanted = {(*key, mbit) for label, key in STEPS.items() if label in found for mbit in RATES}
+    if missing := wanted - steps.keys():
+        raise ValueError(
+            f"the steps must have {MODEL} on {NODES} nodes with every method at {', '.join(map(rate, RATES))}; "
+            f"{len(missing)} of {len(wanted)} are missing: run `rtopk bench link` for them"
+        )
     return [
         Times(found[label], with_density(*key), {mbit: steps[(*key, mbit)] for mbit in RATES})
         for label, key in STEPS.items()

@@ -141,7 +141,7 @@ def tables(
         _times(results, times, write, pictures)
         return
     from rtopk.studies.paper import TABLES, check_scale
-    from rtopk.studies.paper.results import draw_figure, insert, page_tables, render_page
+    from rtopk.studies.paper.results import draw_figure, page_tables, render_page
     from rtopk.tools.show.terminal import errors
 
     with wrong_use():
@@ -150,11 +150,7 @@ def tables(
         if not results.is_dir():
             raise ValueError(f"--results must be a folder of records, and there is no folder {results}")
     text = render_page(page, size, results)
-    if write is None:
-        print(text)
-    else:
-        write.write_text(insert(write.read_text(), text))
-        errors.print(f"Tables written into {write}")
+    _show(text, write)
     if pictures is not None:
         for table in TABLES.values():
             path = pictures / f"figure-{table.figure}.png"
@@ -162,10 +158,21 @@ def tables(
                 errors.print(f"Figure written: {path}")
 
 
+def _show(text: str, write: Path | None) -> None:
+    """Print tables, or put them into a page."""
+    from rtopk.studies.paper.results import insert
+    from rtopk.tools.show.terminal import errors
+
+    if write is None:
+        print(text)
+    else:
+        write.write_text(insert(write.read_text(), text))
+        errors.print(f"Tables written into {write}")
+
+
 def _times(results: Path, links: Path, write: Path | None, pictures: Path | None) -> None:
     from rtopk.studies.bench import time_to_score
     from rtopk.studies.bench.link import from_json
-    from rtopk.studies.paper.results import insert
     from rtopk.tools.show.terminal import errors
 
     with wrong_use():
@@ -173,15 +180,14 @@ def _times(results: Path, links: Path, write: Path | None, pictures: Path | None
             raise ValueError(
                 f"--times must be a file of `rtopk bench link --out`, and there is no file {links}"
             )
-        found = time_to_score.times(results, from_json(json.loads(links.read_text())))
+        recorded = json.loads(links.read_text())
+        if "rows" not in recorded:
+            raise ValueError(f"--times must be a file of `rtopk bench link --out`, and {links} has no rows")
+        found = time_to_score.times(results, from_json(recorded))
         if not any(one.method == "dense" for one in found):
             raise ValueError(f"{results} has no dense row of {time_to_score.STUDY.name}; run the study first")
     text = time_to_score.render(found)
-    if write is None:
-        print(text)
-    else:
-        write.write_text(insert(write.read_text(), text))
-        errors.print(f"Times written into {write}")
+    _show(text, write)
     if pictures is not None:
         path = pictures / "time-to-score.png"
         time_to_score.draw(found, path)
