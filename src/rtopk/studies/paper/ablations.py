@@ -241,7 +241,7 @@ STUDIES = {
     "exchange": _study(
         "study-exchange", "All-gather and all-reduce, distributed, error feedback, 99 %",
         dataclasses.replace(_BATCHES, batch=8, rounds=600), _RATES,
-        [*_FEW, *_MANY], pairs=[*_reduced(_FEW), *_reduced(_MANY)],
+        [*_FEW, *_MANY], tuning_seeds=3, pairs=[*_reduced(_FEW), *_reduced(_MANY)],
     ),
     "exchange-cifar10": _study(
         "study-exchange-cifar10", "All-gather and all-reduce on CIFAR-10 at 16 x 16, error feedback, 99 %",
