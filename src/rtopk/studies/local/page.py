@@ -50,7 +50,7 @@ def markdown(task: str, found: Sequence[Found]) -> str:
     ]  # fmt: skip
     heads = ["row", "AdamW's rate", "outer rate", "outer rates tried: loss on validation data"]
     lines += ["", "The rates that were chosen; a star: the best is at the edge of those tried.", ""]
-    inner = {one.row.label: one.inner for one in found if one.row.label in ("DDP", "DiLoCo", YARDSTICK)}
+    inner = {one.row.label: one.inner for one in found if one.row.label not in OURS}
     for label, tuning in inner.items():
         tried = ", ".join(f"{rate:g}: {-tuning.value(rate):.3f}" for rate in tuning.tried)
         lines.append(f"- AdamW's rate, tuned on {label}: {tried}")

@@ -83,6 +83,8 @@ def train(run: Run) -> Record:
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_rate, run.steps))
     size = sum(parameter.numel() for parameter in model.parameters())
+    # Steps between two messages; fragments have their own.
+    sends = run.evaluate_every if local is None else run.local_steps if len(local.fragments) == 1 else 1
     curve: list[Record] = []
 
     def evaluate(step: int, train_loss: float) -> None:
@@ -116,7 +118,7 @@ def train(run: Run) -> Record:
         optimizer.step()
         schedule.step()
         # Before anything is sent: LocalSGD refuses what is not finite, and the others would wait for this rank.
-        due = step % (run.evaluate_every if local is None else run.local_steps) == 0
+        due = step % sends == 0
         diverged = due and not all(everyone(math.isfinite(norm)))
         if not diverged and local is not None:
             local.step()
