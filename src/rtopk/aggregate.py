@@ -23,11 +23,15 @@ Mean = Literal["nodes", "received"]
 
 
 def average(
-    vectors: Sequence[SparseVector], mean: Mean = "nodes", weights: Sequence[float] | None = None
+    vectors: Sequence[SparseVector],
+    mean: Mean = "nodes",
+    weights: Sequence[float] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the mean of the nodes' vectors, dense.
 
-    `weights` are the nodes' shares, for instance their numbers of examples; by default all count equally.
+    `weights` are the nodes' shares, for instance their numbers of examples; by default all count equally. The mean
+    is written to `out` if it is given: memory that is new in every round costs more than the addition.
 
     >>> a = SparseVector(torch.tensor([0, 1]), torch.tensor([2.0, 4.0]), 3)
     >>> b = SparseVector(torch.tensor([1]), torch.tensor([8.0]), 3)
@@ -35,7 +39,7 @@ def average(
     (tensor([1., 6., 0.]), tensor([2., 6., 0.]))
     """
     size = _check(vectors, mean, weights)
-    return _mean([vector.indices for vector in vectors], vectors, size, mean, weights)
+    return _mean([vector.indices for vector in vectors], vectors, size, mean, weights, out)
 
 
 def average_sparse(
@@ -84,9 +88,10 @@ def _mean(
     size: int,
     mean: Mean,
     weights: Sequence[float] | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     first = vectors[0].values
-    running = RunningMean(size, mean, weights is not None, dtype=first.dtype, device=first.device)
+    running = RunningMean(size, mean, weights is not None, dtype=first.dtype, device=first.device, out=out)
     for node, (slot, vector) in enumerate(zip(slots, vectors, strict=True)):
         running.add_at(slot, vector.values, 1.0 if weights is None else float(weights[node]))
     return running.result()
@@ -106,13 +111,14 @@ class RunningMean:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        out: Tensor | None = None,
     ) -> None:
         if mean not in get_args(Mean):
             raise ValueError(f"mean must be one of {get_args(Mean)}, got {mean!r}")
         self.nodes = 0
         self.weighted = weighted
         self._weights: list[float] = []
-        self._total = torch.zeros(size, dtype=dtype, device=device)
+        self._total = torch.zeros(size, dtype=dtype, device=device) if out is None else out.zero_()
         self._received = torch.zeros_like(self._total) if mean == "received" else None
 
     def add(self, vector: SparseVector, weight: float = 1.0) -> None:

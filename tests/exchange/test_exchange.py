@@ -1,5 +1,7 @@
 """The sparse all-reduce, all nodes in one process: shares, the books, the bytes, and bad messages."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from rtopk import Codec, ErrorFeedback, Layout, NoMemory, PayloadError, RTopK, S
 from rtopk.aggregate import average
 from rtopk.exchange import AllReduced, Vector, make_exchange
 from rtopk.exchange.owner import Owner
-from rtopk.exchange.shares import PartsCodec, Shares
+from rtopk.exchange.shares import PartsCodec, Shares, _ascending, assign
 from rtopk.schedule import constant
 from rtopk.seed import generator
 from rtopk.transport import InProcess
@@ -65,6 +67,26 @@ def test_every_entry_has_one_owner(size, nodes, data):
     joined = shares.join(shares.split(vector)[1])
     assert torch.equal(joined.indices, vector.indices)
     assert torch.equal(joined.values, vector.values)
+
+
+def test_the_map_stays():
+    """Ranks of different versions must agree who owns what."""
+    owner, number = Shares(1000, 20, 7).of(np.arange(1000))
+    assert (
+        hashlib.blake2b(owner.tobytes() + number.tobytes(), digest_size=8).hexdigest() == "f9b44b3bd1115c38"
+    )
+    with np.errstate(over="ignore"):  # as it is interpreted until it is compiled
+        again, place = np.empty_like(owner), np.empty_like(number)
+        assign.__wrapped__(np.arange(1000), 980, np.array([140] * 7), again, place)
+    assert (owner == again).all()
+    assert (number == place).all()
+
+
+def test_positions_of_a_vector_too_large_for_the_short_way_are_ordered():
+    positions = np.array([1 << 40, 3, 7, 1 << 41, 5])
+    assert (
+        _ascending(positions, 1 << 62).tolist() == _ascending(positions, 1 << 42).tolist() == [1, 4, 2, 0, 3]
+    )
 
 
 @pytest.mark.parametrize("columns", [8, 64, 100, 512, 8 * 233, 8 * 377])
@@ -259,7 +281,9 @@ def test_mistakes_are_noticed(mistake, monkeypatch):
 
 
 def test_a_plain_remainder_would_burden_one_owner(monkeypatch):
-    monkeypatch.setattr(Shares, "_turn", lambda self, block: np.zeros_like(block))
+    monkeypatch.setattr(
+        Shares, "of", lambda self, positions: (positions % self.nodes, positions // self.nodes)
+    )
     with pytest.raises(AssertionError):
         test_structure_does_not_fall_to_one_owner(64)
 

@@ -50,6 +50,7 @@ class Owner:
             layout=Layout(("head", "tail"), ((head,), (tail,)), tail),
         )
         self.sparsifier.memory.add(torch.zeros(head + tail))
+        self._mean = None if density is None else torch.zeros(head + tail)  # of one round after the other
         self._before: Mapping[str, Tensor] | None = None
 
     def reduce(self, parts: Sequence[Tensor], step: int, idle: Spans = ()) -> Tensor:
@@ -59,7 +60,7 @@ class Owner:
             union = average_sparse(vectors, self.vector.mean, self.vector.weights)
             self.received.positions, mean = union.indices, union.to_dense()
         else:
-            mean = average(vectors, self.vector.mean, self.vector.weights)
+            mean = average(vectors, self.vector.mean, self.vector.weights, self._mean)
         memory, self._before = self.sparsifier.memory, snapshot_of(self.sparsifier.memory)
         waiting = [self._in(span) for span in idle] if self.vector.keeps else []
         for part in waiting:

@@ -1,7 +1,6 @@
 """Which node owns which entry, and payloads that are made of one part for each owner."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +9,65 @@ from torch import Tensor
 
 from rtopk.codec import Codec, PayloadError
 from rtopk.kernels.host import fetch, send
+from rtopk.kernels.jit import Array, Num, entry, fused, int64, uint64
 from rtopk.sparse import SparseVector
+
+
+@fused
+def turn(block: Num, nodes: Num, full: Num) -> Num:
+    """Return by how much a block is turned: a hash (SplitMix64); one that is not full, not at all."""
+    mixed = uint64(block) * uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> uint64(27))) * uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> uint64(31)
+    return int64(mixed % uint64(nodes)) if block < full else int64(0)
+
+
+@entry
+def assign(positions: Array, head: Num, heads: Array, owners: Array, numbers: Array) -> None:
+    """Fill in the owner of each position, and its number in the owner's share."""
+    nodes = len(heads)
+    for i in range(len(positions)):
+        tail = positions[i] >= head
+        at = positions[i] - head if tail else positions[i]
+        block = at // nodes
+        place = at - block * nodes
+        if not tail:
+            place += turn(block, nodes, head // nodes)
+            place -= nodes if place >= nodes else 0
+        owners[i] = place
+        numbers[i] = block + heads[place] if tail else block
+
+
+@entry
+def locate(numbers: Array, node: Num, head: Num, heads: Array, positions: Array) -> None:
+    """Fill in the positions of entries of a node's share: undo `assign`."""
+    nodes = len(heads)
+    for i in range(len(numbers)):
+        tail = numbers[i] >= heads[node]
+        block = numbers[i] - heads[node] if tail else numbers[i]
+        place = int64(node)
+        if not tail:
+            place -= turn(block, nodes, head // nodes)
+            place += nodes if place < 0 else 0
+        positions[i] = (head if tail else 0) + block * nodes + place
+
+
+@entry
+def by_owner(owners: Array, ends: Array) -> Array:
+    """Return the entries in the order of their owners, and fill in where each owner's end."""
+    ends[:] = 0
+    for owner in owners:
+        ends[owner] += 1
+    free = np.zeros(len(ends), np.int64)
+    for owner in range(1, len(ends)):
+        free[owner] = ends[owner - 1]
+        ends[owner] += ends[owner - 1]
+    order = np.empty(len(owners), np.int64)
+    for i in range(len(owners)):
+        order[free[owners[i]]] = i
+        free[owners[i]] += 1
+    return order
 
 
 class Shares:
@@ -28,54 +85,41 @@ class Shares:
         self.heads = [_share(self.head, node, nodes) for node in range(nodes)]
         self.tails = [_share(dense_size, node, nodes) for node in range(nodes)]
         self.sizes = [head + tail for head, tail in zip(self.heads, self.tails, strict=True)]
+        self._heads = np.array(self.heads)
 
     def of(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
         """Return the owner of each position, and its number in the owner's share."""
-        tail = positions >= self.head
-        block, place = _divided(np.where(tail, positions - self.head, positions), self.nodes)
-        turned = place + self._turn(block)
-        owner = np.where(tail, place, turned - self.nodes * (turned >= self.nodes))
-        number = np.where(tail, block + np.asarray(self.heads)[owner], block)
-        return owner.astype(np.uint16), number
+        owners, numbers = np.empty(len(positions), np.uint16), np.empty(len(positions), np.int64)
+        assign(positions, self.head, self._heads, owners, numbers)
+        return owners, numbers
 
     def positions(self, node: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of entries of a node's share, by their numbers."""
-        tail = numbers >= self.heads[node]
-        block = np.where(tail, numbers - self.heads[node], numbers)
-        turned = node - self._turn(block)
-        place = np.where(tail, node, turned + self.nodes * (turned < 0))
-        found: NDArray[np.int64] = np.where(tail, self.head, 0) + block * self.nodes + place
+        found = np.empty(len(numbers), np.int64)
+        locate(numbers, node, self.head, self._heads, found)
         return found
-
-    def _turn(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return by how much a block is turned; the last one, if it is not full, not at all."""
-        mixed = block.astype(np.uint64)  # SplitMix64
-        for factor, shift in ((0x9E3779B97F4A7C15, 30), (0xBF58476D1CE4E5B9, 27), (0x94D049BB133111EB, 31)):
-            mixed = mixed * np.uint64(factor)
-            mixed ^= mixed >> np.uint64(shift)
-        turned = _divided(mixed, np.uint64(self.nodes))[1].astype(np.int64)
-        return np.where(block < self.head // self.nodes, turned, 0)
 
     def split(self, vector: SparseVector) -> tuple[NDArray[np.int64], list[SparseVector]]:
         """Return the order in which entries go to the shares, and the part of the vector in each share."""
         indices, values = vector.here or fetch(vector.indices, vector.values)
-        owner, number = self.of(indices.numpy())
-        order = np.argsort(owner, kind="stable")
-        cuts = np.cumsum(np.bincount(owner, minlength=self.nodes))[:-1]
-        numbers, values = number[order], values[torch.from_numpy(order)]
-        parts = zip(
-            np.split(numbers, cuts), values.tensor_split(torch.from_numpy(cuts)), self.sizes, strict=True
-        )
-        return order, [SparseVector(torch.from_numpy(part), kept, size) for part, kept, size in parts]
+        owners, numbers = self.of(indices.contiguous().numpy())
+        ends = np.empty(self.nodes, np.int64)
+        order = by_owner(owners, ends)
+        values, numbers, cuts = values[torch.from_numpy(order)], numbers[order], [0, *ends.tolist()]
+        parts = [
+            SparseVector(torch.from_numpy(numbers[begin:end]), values[begin:end], size)
+            for begin, end, size in zip(cuts, cuts[1:], self.sizes, strict=False)
+        ]
+        return order, parts
 
     def join(self, parts: Sequence[SparseVector]) -> SparseVector:
         """Return the vector whose shares these are."""
-        positions = [self.positions(node, part.indices.numpy()) for node, part in enumerate(parts)]
-        order = np.argsort(
-            joint := np.concatenate(positions), kind="stable"
-        )  # merges what is in order already
+        positions = np.concatenate(
+            [self.positions(node, part.indices.numpy()) for node, part in enumerate(parts)]
+        )
+        order = torch.from_numpy(_ascending(positions, self.size))
         values = torch.cat([part.values for part in parts])
-        return SparseVector(torch.from_numpy(joint[order]), values[torch.from_numpy(order)], self.size)
+        return SparseVector(torch.from_numpy(positions)[order], values[order], self.size)
 
     def everything(self, node: int) -> Tensor:
         """Return all positions of a node's share, ascending."""
@@ -86,10 +130,16 @@ def _share(size: int, node: int, nodes: int) -> int:
     return size // nodes + (node < size % nodes)
 
 
-def _divided(numbers: NDArray[Any], by: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return quotients and remainders; numpy divides by a scalar fast in `//` alone."""
-    quotient = numbers // by
-    return quotient, numbers - quotient * by
+def _ascending(positions: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return the order in which positions below `size` ascend."""
+    bits = len(positions).bit_length()
+    if bits + size.bit_length() > 63:
+        return np.argsort(positions, kind="stable")
+    keys = positions << bits | np.arange(
+        len(positions)
+    )  # numpy sorts numbers several times as fast as it orders
+    keys.sort()
+    return keys & (1 << bits) - 1
 
 
 class PartsCodec(Codec):
