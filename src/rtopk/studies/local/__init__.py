@@ -82,12 +82,19 @@ ROWS = (
     *(Row(label, Run(task="", **options)) for label, options in METHODS.items()),
     *(Row(label, Run(task="", local_steps=50, **METHODS[label])) for label in AT_50),
 )
+# On the second task: the rivals at both H, and of ours those that the first one left in question.
+_ON_PTB = ("DDP", "DiLoCo", "SparseLoCo", "top-k", "rTop-k", "top-k, half, 4 bits")
 _SMALL: dict[str, Any] = {"nodes": 2, "batch": 2, "steps": 8, "evaluate_every": 8}
 SMOKE = tuple(
     Row(row.label, dataclasses.replace(row.run, local_steps=min(4, row.run.local_steps), **_SMALL))
     for row in ROWS[:5]
 )
 PUBLISHED = {"diloco": 0.7, "streaming": 0.7, "sparseloco": 1.0, "ddp": 0.0}  # outer rates
+
+
+def rows_of(task: str) -> tuple[Row, ...]:
+    """Return the rows that run on a task."""
+    return tuple(row for row in ROWS if task != "ptb-gpt" or row.label in _ON_PTB)
 
 
 @dataclass(frozen=True)

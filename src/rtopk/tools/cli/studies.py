@@ -386,7 +386,7 @@ def gpt(
         insert(write.read_text(), "", *page.marks(task))  # now, not after an hour
     set_environment(data_dir)
     name = f"study-gpt-{task.removesuffix('-gpt')}{'-smoke' if smoke else ''}"
-    file, rows = results / f"{name}.jsonl", local.SMOKE if smoke else local.ROWS
+    file, rows = results / f"{name}.jsonl", local.SMOKE if smoke else local.rows_of(task)
     if not recorded:
         with ExitStack() as stack:
 
