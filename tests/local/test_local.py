@@ -2,6 +2,7 @@
 
 import os
 import socket
+from copy import deepcopy
 
 import pytest
 import torch
@@ -235,6 +236,45 @@ def test_presets_train(name):
         ValueError, match="preset must be one of diloco, streaming, sparseloco, compact, got 'fedavg'"
     ):
         LocalSGD.preset("fedavg", model, 8)
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 1, bias=False))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("inner", ["AdamW", "Muon"])
+def test_inner_optimizers_resume_to_the_bit_within_a_round(name, inner):
+    if not hasattr(torch.optim, inner):
+        pytest.skip(f"torch {torch.__version__} has no {inner}")
+
+    def start(model):
+        few = {"streaming": {"fragments": 2}, "diloco": {}}.get(name, {"density": 0.3})
+        optimizer = getattr(torch.optim, inner)(model.parameters(), lr=0.02)
+        return LocalSGD.preset(name, model, 5, **few), optimizer
+
+    def steps(model, local, optimizer, first, last):
+        for step in range(first, last):
+            inputs = torch.randn(16, 6, generator=generator("data", step))
+            optimizer.zero_grad()
+            (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            local.step()
+
+    whole = deep()
+    local, optimizer = start(whole)
+    steps(whole, local, optimizer, 0, 13)
+    copy = deep()
+    resumed, again = start(copy)
+    copy.load_state_dict(whole.state_dict())
+    resumed.load_state_dict(local.state_dict())
+    again.load_state_dict(deepcopy(optimizer.state_dict()))  # torch would share its tensors
+    for model, own, inner_optimizer in ((whole, local, optimizer), (copy, resumed, again)):
+        steps(model, own, inner_optimizer, 13, 30)
+    assert local.round == resumed.round > 3
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), copy.parameters(), strict=True))
+    assert not torch.equal(whole[0].weight, deep()[0].weight)
 
 
 def test_a_model_is_cut_into_parts_of_equal_size():
