@@ -177,7 +177,9 @@ def test_a_page_is_judged_as_a_whole():
         in text
     )
     assert f"{stats.t.ppf(1 - ERROR / 10, 2):.1f} with 3" in text
-    assert "How these 0 comparisons" in rules([])
+    assert rules([]) == "No two rows have run that could be compared."
+    assert "How this comparison is judged" in rules([clear])
+    assert "over 1 test." in rules([clear])
 
 
 def test_margins_are_less_than_the_leads_that_the_paper_calls_wins():

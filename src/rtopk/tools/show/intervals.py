@@ -116,15 +116,17 @@ def rules(leads: Sequence[Lead]) -> str:
     """Say how the verdicts of a page are made, and from how many tests."""
     from scipy.special import stdtrit
 
+    if not leads:
+        return "No two rows have run that could be compared."
     n = len(leads)
-    sure = f"at {100 * ERROR:g} %, after Holm's correction over {n} tests"
+    sure = f"at {100 * ERROR:g} %, after Holm's correction over {n} test{'s' * (n > 1)}"
     words = [verdict.word for verdict in judge(leads)]
     counts = ", ".join(f"{words.count(word)} {word}" for word in ("ahead", "behind", "level", "undecided"))
     clear = sum(abs(one.mean) > one.half for one in leads)
-    wide = [f"{float(stdtrit(seeds - 1, 1 - ERROR / n / 2)):.1f} with {seeds}" for seeds in (3, 5, 10) if n]
+    wide = [f"{float(stdtrit(seeds - 1, 1 - ERROR / n / 2)):.1f} with {seeds}" for seeds in (3, 5, 10)]
     return "\n".join(
         (
-            f"How these {n} comparisons are judged:",
+            f"How these {n} comparisons are judged:" if n > 1 else "How this comparison is judged:",
             "",
             "- ± is the 95 % interval of the differences seed by seed; Welch's, which ignores the pairing, stands",
             "  beside it. Neither is corrected for the number of comparisons, nor for the choice of the rates.",
