@@ -5,6 +5,7 @@ own or on loopback.
 """
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -122,7 +123,10 @@ class Ranks:
     def _failure(self, rank: int, what: str) -> RankFailedError:
         self._errors[rank].seek(0)
         said = self._errors[rank].read().decode(errors="replace").strip().splitlines()
-        return RankFailedError(f"rank {rank} {what}: {' | '.join(said[-3:]) or 'it said nothing'}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._ranks[rank].wait(timeout=1)  # its output ends a moment before it does
+        how = _ending(self._ranks[rank].returncode)
+        return RankFailedError(f"rank {rank} {what}{how}: {' | '.join(said[-3:]) or 'it said nothing'}")
 
     def close(self) -> None:
         """End the ranks, by process id."""
@@ -140,6 +144,16 @@ class Ranks:
         for errors in self._errors:
             errors.close()
         self._ranks, self._errors = [], []
+
+
+def _ending(code: int | None) -> str:
+    """Say how a process ended: standard error alone does not tell of a signal."""
+    if code is None:
+        return ""
+    if code >= 0:
+        return f" with exit code {code}"
+    name = signal.Signals(-code).name
+    return f" by {name}" + (", which the kernel sends when memory runs out" if name == "SIGKILL" else "")
 
 
 def _out(rank: subprocess.Popen[str]) -> IO[str]:
@@ -218,6 +232,7 @@ class Rank:
         if not keep:
             self.current = link_methods.Off()
             del self.methods[key]
+            gc.collect()  # a state and its sparsifiers refer to each other; 16 ranks fill 24 GiB before the collector wakes
         return {"steps": rows, "received": received}
 
     def make(self, method: str, density: float | None, values: str | None) -> link_methods.Measured:
