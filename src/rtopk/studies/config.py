@@ -70,13 +70,33 @@ for _place in filter(None, os.environ.get(ADDED_RULES, "").split("\n")):
 # Fields that were added later are in a run's key only where they are set, so that older records keep theirs.
 ADDED = {
     "threshold": 0.0, "matrix_rank": 0, "exchange": "all-gather", "owner_density": 0.0, "flush": False,
-    "optimizer": "sgd", "owner_rule": "top-k",
+    "optimizer": "sgd", "owner_rule": "top-k", "same_draws": False, "per_tensor": False, "centre_rate": 1.0,
+    "examples": 0,
 }  # fmt: skip
 
 
 def option(default: Any, text: str) -> Any:
     """Make a field that is an option of the command line too, with its help text."""
     return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class PerTensor(Rule):
+    """Apply a rule to each tensor by itself, as DGC does; tensors get shares of k by their sizes."""
+
+    rule: Rule
+    layout: Layout
+
+    def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
+        """Return k ascending positions."""
+        chosen, begin, before = [], 0, 0
+        for shape in self.layout.shapes:
+            end = min(begin + math.prod(shape), vector.numel())
+            upto = end * k // vector.numel()  # entries of all tensors up to this one
+            if upto > before:
+                chosen.append(self.rule.select(vector[begin:end], upto - before, rng) + begin)
+            begin, before = end, upto
+        return torch.cat(chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +115,8 @@ class Config:
     density: float = option(0.01, "Part of the entries that is sent: k / d.")
     dense_biases: bool = option(False, "Send 1-D tensors whole.")
     r_over_k: float = option(0.0, "rTop-k: r / k; 0 is the number of nodes.")
+    same_draws: bool = option(False, "All nodes draw alike.")
+    per_tensor: bool = option(False, "Select within each tensor, its share of k.")
     threshold: float = option(0.0, "threshold: least magnitude that is sent.")
     matrix_rank: int = option(0, "powersgd: columns of each factor.")
     values: str = option("fp32", "fp32, fp16, bf16, int8, 4bit or 2bit.")
@@ -120,6 +142,9 @@ class Config:
     weight_decay: float = option(0.0, "Where the optimizer is.")
     clip_norm: float = option(0.0, "Bound on the mean gradient; 0 is none.")
 
+    centre_rate: float = option(1.0, "Federated: how far the centre follows the mean update.")
+
+    examples: int = option(0, "Training examples to use, of image tasks; 0 is all.")
     split: Split = option("iid", "iid, contiguous, dirichlet or class.")
     alpha: float = option(0.5, "Dirichlet: the smaller, the less alike.")
     part: Part = option("test", "Evaluate on test, or on validation for tuning.")
@@ -132,7 +157,7 @@ class Config:
         for name in ("nodes", "rounds", "batch", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("local_steps", "warm_up", "weight_decay", "clip_norm", "r_over_k"):
+        for name in ("local_steps", "warm_up", "weight_decay", "clip_norm", "r_over_k", "examples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         check_density(self.density)
@@ -154,8 +179,11 @@ class Config:
             raise ValueError(f"owner_rule {self.owner_rule} is for exchange all-reduce, got {self.exchange}")
         if self.setting == "federated" and self.optimizer != "sgd":
             raise ValueError(f"optimizer must be sgd in the federated setting, got {self.optimizer}")
-        if self.setting == "distributed" and self.local_steps:
-            raise ValueError(f"local_steps is for the federated setting, got {self.local_steps}")
+        if not self.centre_rate > 0.0:
+            raise ValueError(f"centre_rate must be positive, got {self.centre_rate}")
+        for name, neutral in (("local_steps", 0), ("centre_rate", 1.0)):
+            if self.setting == "distributed" and getattr(self, name) != neutral:
+                raise ValueError(f"{name} is for the federated setting, got {getattr(self, name)}")
 
     def _check_method(self) -> None:
         for name, method in (("threshold", "threshold"), ("matrix_rank", "powersgd")):
@@ -177,10 +205,19 @@ class Config:
         """Say whether the nodes, not the centre, carry the momentum."""
         return self.memory == "momentum-correction"
 
-    def make_selector(self) -> Rule:
-        """Build the rule for which entries are sent."""
+    def make_selector(self, layout: Layout | None = None) -> Rule:
+        """Build the rule for which entries are sent; one within tensors needs their layout."""
         rule = RULES["top-k" if self.method == "dense" else self.method]
-        return rule.for_run(self.nodes, self.r_over_k, self.threshold)
+        made = rule.for_run(self.nodes, self.r_over_k, self.threshold)
+        return PerTensor(made, layout) if self.per_tensor and layout is not None else made
+
+    def require_common(self, engine: str) -> None:
+        """Raise ValueError if the run has options that only nodes within one process have."""
+        for name in ("same_draws", "per_tensor", "centre_rate"):
+            if getattr(self, name) != ADDED[name]:
+                raise ValueError(
+                    f"{name} is for runs whose nodes are in one process, got {getattr(self, name)} for {engine}"
+                )
 
     def make_memory(self) -> Memory:
         """Build one node's memory."""

@@ -232,7 +232,7 @@ class Rank:
         if not keep:
             self.current = link_methods.Off()
             del self.methods[key]
-            gc.collect()  # a state and its sparsifiers refer to each other; 16 ranks fill 24 GiB before the collector wakes
+            gc.collect()  # a state and its sparsifiers hold each other, and 16 ranks fill the memory
         return {"steps": rows, "received": received}
 
     def make(self, method: str, density: float | None, values: str | None) -> link_methods.Measured:

@@ -28,6 +28,7 @@ class Federation:
     def __post_init__(self) -> None:
         if self.config.setting != "federated":
             raise ValueError(f"setting must be federated, got {self.config.setting!r}")
+        self.config.require_common("Flower")
         rule = None if self.config.method == "powersgd" else self.config.make_selector()
         if rule is None or rule.keeps_state or rule.needs_all_nodes or not rule.sends_k:
             raise ValueError(

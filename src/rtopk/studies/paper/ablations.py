@@ -12,6 +12,7 @@ from typing import Any
 from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
 from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
+from rtopk.studies.paper.explanations import EXPLANATIONS
 
 _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)
 # A number of steps, not an epoch: with a fifth of the examples kept back for tuning, an epoch has fewer steps, and
@@ -154,23 +155,6 @@ def _shipped_beside() -> list[TableRow]:
     return rows
 
 
-def _shared_rate(number: int, rate: float, density: float) -> Table:
-    """The paper's rows at one small rate for all, rTop-k averaged over the received and the others over n."""
-    of = TABLES[number]
-    rows = [
-        TableRow("dense", 1.0), TableRow("rtop-k", density, mean="received"), TableRow("top-k", density),
-        TableRow("random-k", density),
-    ]  # fmt: skip
-    setups: dict[Scale, Setup] = {
-        scale: Setup(
-            of.setups[scale].config, (rate,), of.setups[scale].config.rounds, beyond=0, tuning_seeds=0
-        )
-        for scale in ("smoke", "small")
-    }
-    title = f"One rate for all rows, {rate:g}, the mean of received for rTop-k alone: {of.title}"
-    return Table(f"study-shared-rate-{number}", title, None, tuple(rows), setups, of.small)
-
-
 STUDIES = {
     "warm-up": _study(
         "study-warm-up", "Warm-up at 99 %: with k / r = 1/5, densities above 20 % make rTop-k random-k",
@@ -277,11 +261,7 @@ STUDIES = {
         "study-shipped-beside", "Beside the README's diff: other rules, means and values, and rivals; digits",
         _BATCHES, _RATES, _shipped_beside(), pairs=_moved(_shipped_beside()),
     ),
-    "shared-rate-1": _shared_rate(1, 0.005, 0.01),
-    "shared-rate-2": _shared_rate(2, 0.015, 0.01),
-    "shared-rate-3": _shared_rate(3, 0.015, 0.01),
-    "shared-rate-4": _shared_rate(4, 3.0, 0.01),
-    "shared-rate-5": _shared_rate(5, 9.0, 0.05),
+    **EXPLANATIONS,
 }  # fmt: skip
 
 

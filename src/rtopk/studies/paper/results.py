@@ -203,7 +203,12 @@ def _orderings(judged: Judged, beside_paper: bool) -> list[str]:
 
 # Which page shows a study, by the beginning of its name; the paper's tables and all other studies are on the first.
 # The comparisons of a page are judged together.
-PAGES = {"reproduction": "", "defaults": "shipped", "exchange": "exchange"}
+PAGES: dict[str, tuple[str, ...]] = {
+    "reproduction": ("",),
+    "defaults": ("shipped",),
+    "exchange": ("exchange",),
+    "explanations": ("shared-rate", "why"),
+}
 
 
 def page_tables(page: str) -> dict[str, Table]:

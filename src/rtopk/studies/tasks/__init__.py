@@ -183,7 +183,16 @@ def check_task(name: str) -> None:
 def load(config: Config) -> Task:
     """Return the task of a configuration."""
     check_task(config.task)
-    return TASKS[config.task](config)
+    task = TASKS[config.task](config)
+    if not config.examples:
+        return task
+    if not isinstance(task, Classification) or config.examples > len(task.train[1]):
+        most = (
+            f"at most {len(task.train[1]):,}" if isinstance(task, Classification) else "0: the task is a text"
+        )
+        raise ValueError(f"examples must be {most} for task {config.task}, got {config.examples:,}")
+    inputs, classes = task.train  # in no order
+    return dataclasses.replace(task, train=(inputs[: config.examples], classes[: config.examples]))
 
 
 @dataclass(frozen=True)

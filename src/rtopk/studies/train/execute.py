@@ -10,6 +10,7 @@ $RTOPK_TENSORBOARD asks for TensorBoard event files too; as a variable it reache
 import fcntl
 import io
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -139,6 +140,7 @@ def _point(run: Run, seconds: float) -> Point:
         "received_bytes": run.received,
         "density": run.nodes[0].sparsifier.density(run.round - 1),
         "residual_norm": run.residual_norm(),
+        **({"overlap": run.overlap} if math.isfinite(run.overlap) else {}),
         "seconds": round(seconds, 3),
         "spent": {stage: round(value, 4) for stage, value in run.spent.items()},
     }

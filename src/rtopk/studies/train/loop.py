@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rtopk import defaults
 from rtopk.exchange import OWNER, AllReduced, Vector, make_exchange
 from rtopk.local import CommonWeights
+from rtopk.local.outer import SGD
 from rtopk.memory import clip, give_back
 from rtopk.seed import derive
 from rtopk.select import RTopK
@@ -51,12 +52,12 @@ class Node:
             self.sparsifier = LowRankNode(run.low_rank, config.make_memory())
         else:
             self.sparsifier = Sparsifier(
-                config.make_selector(),
+                config.make_selector(run.layout),
                 config.make_density(),
                 config.make_memory(),
                 run.codec,
                 config.seed,
-                node=number,
+                node=0 if config.same_draws else number,
                 layout=run.layout,
             )
 
@@ -93,7 +94,7 @@ class Run:
         self.model.to(self.device)
         self.layout = config.make_layout(self.model)
         self.parameters = dict(self.model.named_parameters())
-        self.centre = CommonWeights(self.model, self.layout)
+        self.centre = CommonWeights(self.model, self.layout, SGD(config.centre_rate))
         shards = self.task.shards(config)
         self.weights = [float(len(shard)) for shard in shards] if config.weighted else None
         self.exchange = make_exchange(
@@ -127,6 +128,7 @@ class Run:
         self.sent = 0  # bytes, mean over the local nodes
         self.received = 0
         self.loss = math.nan  # of the last round, mean over the local nodes
+        self.overlap = math.nan  # of what the nodes chose in the last round: 1 is all alike, 0 none
         self.spent = dict.fromkeys(("gradient", "compress", "exchange", "apply"), 0.0)  # seconds, all rounds
 
     @property
@@ -218,6 +220,9 @@ class Run:
         if self.low_rank is None:
             with self.spend("exchange"):
                 mean, traffic = self.exchange.mean(payloads, self.round)
+            if isinstance(self.nodes[0].sparsifier, Sparsifier) and self.config.nodes > 1:
+                k = self.nodes[0].sparsifier.entries(self.layout.size, self.round)
+                self.overlap = 1 - (int(mean.count_nonzero()) - k) / (k * (self.config.nodes - 1))
             if self.config.owner_rule == "intersection":
                 self._keep_refused(payloads, mean)
             self.sent += round(traffic.sent)

@@ -53,6 +53,7 @@ class ProcessRun(Run):
                 "under torchrun powersgd does not run; run it in one process, or use torch's own hook, "
                 "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
             )
+        config.require_common("torchrun")
         if config.nodes != transport.nodes:
             raise ValueError(
                 f"nodes must be the number of processes, {transport.nodes}, got {config.nodes}; "
