@@ -280,6 +280,10 @@ class Config:
             return self.learning_rate * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
         return self.learning_rate
 
+    def evaluates(self, done: int) -> bool:
+        """Say whether a run is evaluated after so many rounds."""
+        return done % self.evaluate_every == 0 or done == self.rounds
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plain values."""
         return dict(vars(self))

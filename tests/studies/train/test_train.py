@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from rtopk.seed import generator
 from rtopk.studies.config import ADDED, Config, methods
+from rtopk.studies.federation import Federation
 from rtopk.studies.tasks import digits
 from rtopk.studies.tasks.objectives import Classification, Examples
 from rtopk.studies.train.execute import Interrupted, execute
@@ -290,6 +292,10 @@ def test_validation_never_sees_the_test_set():
         {"learning_rate": 0.0},
         {"setting": "federated", "memory": "momentum-correction"},
         {"local_steps": 3},
+        {"centre_rate": 2.0},
+        {"setting": "federated", "centre_rate": 0.0},
+        {"examples": -1},
+        {"examples": 2000},
         {"method": "threshold"},
         {"threshold": 0.1},
         {"method": "powersgd"},
@@ -301,6 +307,59 @@ def test_validation_never_sees_the_test_set():
 def test_configuration_is_checked(options):
     with pytest.raises(ValueError, match=r"must|federated"):
         Run(Config(**options))
+
+
+def test_nodes_may_draw_alike():
+    for alike in (False, True):
+        run = Run(dataclasses.replace(SMALL, method="random-k", same_draws=alike, evaluate_every=1))
+        run.advance()
+        assert (run.overlap == 1.0) is alike
+
+
+def test_selection_per_tensor_gives_each_its_share():
+    config = dataclasses.replace(SMALL, method="top-k", per_tensor=True, density=0.02)
+    run = Run(config)
+    rule = run.nodes[0].sparsifier.rule
+    sizes = [math.prod(shape) for shape in run.layout.shapes]
+    ends = torch.tensor(sizes).cumsum(0)
+    vector = torch.zeros(run.layout.size)
+    vector[: sizes[0]] = torch.arange(
+        1.0, sizes[0] + 1
+    )  # over the whole vector, the first tensor would take all
+    chosen = rule.select(vector, 500, torch.Generator())
+    assert chosen.numel() == 500
+    assert bool((chosen.diff() > 0).all())
+    counts = torch.bincount(torch.bucketize(chosen, ends, right=True), minlength=len(sizes))
+    for count, size in zip(counts.tolist(), sizes, strict=True):
+        assert abs(count - 500 * size / run.layout.size) <= 1
+    assert chosen[: counts[0]].tolist() == list(range(sizes[0] - int(counts[0]), sizes[0]))
+
+
+def test_the_centre_may_follow_further():
+    start, moved = [], []
+    for rate in (1.0, 5.0):
+        run = Run(
+            dataclasses.replace(SMALL, setting="federated", local_steps=2, method="dense", centre_rate=rate)
+        )
+        start.append(run.vector())
+        run.advance()
+        moved.append(run.vector() - start[-1])
+    assert torch.equal(*start)
+    torch.testing.assert_close(5 * moved[0], moved[1])
+
+
+def test_a_run_may_use_fewer_examples():
+    run = Run(dataclasses.replace(SMALL, examples=100))
+    assert sum(len(node.shard) for node in run.nodes) == 100
+    with pytest.raises(ValueError, match="examples must be at most 1,348 for task digits, got 2,000"):
+        Run(dataclasses.replace(SMALL, examples=2000))
+
+
+@pytest.mark.parametrize("option", [{"same_draws": True}, {"per_tensor": True}, {"centre_rate": 2.0}])
+def test_options_of_one_process_are_refused_elsewhere(option):
+    config = Config(setting="federated", **option)
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is for runs whose nodes are in one process"):
+        Federation(config)
 
 
 def test_a_checkpoint_from_before_an_option_resumes():

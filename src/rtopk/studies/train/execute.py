@@ -109,7 +109,7 @@ def _execute(
         except Diverged:  # a result like any other: the weights of the round before are its end
             diverged = True
         now = time.monotonic()
-        if diverged or run.round % config.evaluate_every == 0 or run.round == config.rounds:
+        if diverged or config.evaluates(run.round):
             curve.append(_point(run, seconds + now - started))
             if folder is not None and run.leads:
                 append(folder / "events.jsonl", curve[-1])

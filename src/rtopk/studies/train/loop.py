@@ -128,7 +128,7 @@ class Run:
         self.sent = 0  # bytes, mean over the local nodes
         self.received = 0
         self.loss = math.nan  # of the last round, mean over the local nodes
-        self.overlap = math.nan  # of what the nodes chose in the last round: 1 is all alike, 0 none
+        self.overlap = math.nan  # of what the nodes chose before the last evaluation, where all are here
         self.spent = dict.fromkeys(("gradient", "compress", "exchange", "apply"), 0.0)  # seconds, all rounds
 
     @property
@@ -220,9 +220,8 @@ class Run:
         if self.low_rank is None:
             with self.spend("exchange"):
                 mean, traffic = self.exchange.mean(payloads, self.round)
-            if isinstance(self.nodes[0].sparsifier, Sparsifier) and self.config.nodes > 1:
-                k = self.nodes[0].sparsifier.entries(self.layout.size, self.round)
-                self.overlap = 1 - (int(mean.count_nonzero()) - k) / (k * (self.config.nodes - 1))
+            if self.config.nodes == len(payloads) > 1 and self.config.evaluates(self.round + 1):
+                self.overlap = self._overlap(payloads)
             if self.config.owner_rule == "intersection":
                 self._keep_refused(payloads, mean)
             self.sent += round(traffic.sent)
@@ -232,6 +231,14 @@ class Run:
         with self.spend("compress"):
             answers = [node.answer(left) for node in self.nodes]
         return self.low_rank.finish(left, self._exchange(answers), self.weights)
+
+    def _overlap(self, payloads: list[Tensor]) -> float:
+        """Return how far the nodes chose the same entries: 1 is all alike, 0 is none in common."""
+        chosen = torch.cat([self.codec.decode(payload).indices for payload in payloads])
+        union = torch.zeros(self.layout.size, dtype=torch.bool)
+        union[chosen] = True
+        n, total = len(payloads), chosen.numel()
+        return n * (total - int(union.sum())) / ((n - 1) * total)
 
     def _keep_refused(self, payloads: list[Tensor], mean: Tensor) -> None:
         """Give back to the nodes' memories what they sent and no owner passed on."""
