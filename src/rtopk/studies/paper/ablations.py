@@ -13,6 +13,7 @@ from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
 from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
 from rtopk.studies.paper.explanations import EXPLANATIONS
+from rtopk.studies.paper.regimes import MAPS
 
 _BATCHES = Config(batch=16, rounds=1500, evaluate_every=100)
 # A number of steps, not an epoch: with a fifth of the examples kept back for tuning, an epoch has fewer steps, and
@@ -252,6 +253,14 @@ STUDIES = {
         dataclasses.replace(TABLES[4].setups["small"].config, warm_up=0, rounds=1000, momentum=0.9),
         (0.3, 0.9, 2.7), _shipped(), pairs=_moved(_shipped()),
     ),
+    "shipped-shakespeare": _study(
+        "study-shipped-shakespeare", "As the README's diff runs, with AdamW: a GPT on Shakespeare, biases in full",
+        Config(
+            task="shakespeare", split="contiguous", batch=4, rounds=400, evaluate_every=50, optimizer="adamw",
+            clip_norm=1.0,
+        ),
+        (0.0005, 0.002, 0.008), _shipped(), pairs=_moved(_shipped()),
+    ),
     "shipped-adamw": _study(
         "study-shipped-adamw", "As the README's diff runs, with AdamW: digits, biases in full",
         dataclasses.replace(_BATCHES, optimizer="adamw"), (0.0005, 0.002, 0.008), _shipped(), tuning_seeds=3,
@@ -262,6 +271,7 @@ STUDIES = {
         _BATCHES, _RATES, _shipped_beside(), pairs=_moved(_shipped_beside()),
     ),
     **EXPLANATIONS,
+    **MAPS,
 }  # fmt: skip
 
 

@@ -208,6 +208,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "defaults": ("shipped",),
     "exchange": ("exchange",),
     "explanations": ("shared-rate", "why"),
+    "regimes": ("map",),
 }
 
 
