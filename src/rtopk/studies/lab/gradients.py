@@ -19,6 +19,7 @@ from rtopk.aggregate import average
 from rtopk.memory import ErrorFeedback, NoMemory
 from rtopk.select import RTopK, top_k
 from rtopk.sparsifier import Sparsifier, entries_sent
+from rtopk.studies.lab.arrival import Arrival
 from rtopk.studies.tasks.objectives import Classification, Examples
 from rtopk.studies.train.loop import Node, Run, seeded
 
@@ -118,6 +119,7 @@ class Inspector:
         self.estimates: dict[Candidate, Tensor] = {}  # of the latest round
         self.sent = {one: torch.zeros(d) for one in self.candidates}  # summed over rounds
         self.due = torch.zeros(d)
+        self.arrivals = [Arrival(nodes, d, density, memory, seed) for memory in (True, False)]
         self.step = -1
         self.looks: list[dict[str, Any]] = []
 
@@ -129,6 +131,8 @@ class Inspector:
             self._fit(gradients)
         self.step += 1
         self.due += torch.stack(list(gradients)).mean(0)
+        for arrival in self.arrivals:
+            arrival.observe(gradients)
         for one, nodes in self.candidates.items():
             self.estimates[one] = exchange(nodes, gradients, self.step)[0]
             self.sent[one] += self.estimates[one]

@@ -1,83 +1,81 @@
-"""The map of regimes: a factorial design that says which rule to take for which job.
+"""The map of regimes: a factorial design that says which rule and which mean to take for which job.
 
-Every cell is a job: with or without memory, one mean or the other, small or large batches (which decide how far the
-nodes' largest entries overlap), few or many nodes, a short or a long run. In each, rTop-k is compared with top-k.
+Every cell is a job: with a memory or without, nodes whose largest entries overlap less or more, few or many nodes,
+a short or a long run. In each, rTop-k and top-k run with both means. Overlap is set by what decides it in a job:
+small batches of other classes at every node, or larger batches of all classes.
 """
 
 import dataclasses
 from itertools import product
 from typing import Any
 
+from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
 from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
 
-# Factor -> option of `Config`, its lower and upper level, and how rows call them. The mean is a field of a row.
-Levels = tuple[str, tuple[Any, Any], tuple[str, str]]
-_MEMORY: Levels = ("memory", ("none", "error-feedback"), ("no memory", "error feedback"))
+MEANS: tuple[Mean, ...] = ("nodes", "received")
+RULES = {"top-k": 1.0, "r = 2 k": 2.0, "r = n k": 0.0}  # r / k; 0 is the number of nodes
+Level = tuple[str, dict[str, Any]]  # what rows call it, and the options of `Config` that make it
 
 
 @dataclasses.dataclass(frozen=True)
 class Design:
-    """A task, the levels of its factors, and the rules that are compared with top-k: r / k, 0 for r = n k."""
+    """A task and the two levels of its factors."""
 
     config: Config
     rates: tuple[float, ...]
-    batch: tuple[int, int]
+    batches: tuple[int, int]  # with little overlap, and with more
     nodes: tuple[int, int]
     rounds: tuple[int, int]
-    among: tuple[float, ...]
 
     @property
-    def levels(self) -> tuple[Levels, ...]:
-        """Return all factors but the mean."""
-        sizes = [
-            (name, pair, (f"{words}{pair[0]}{unit}", f"{words}{pair[1]}{unit}"))
-            for name, pair, words, unit in (
-                ("batch", self.batch, "batch ", ""), ("nodes", self.nodes, "", " nodes"),
-                ("rounds", self.rounds, "", " rounds"),
-            )
-        ]  # fmt: skip
-        return (_MEMORY, *sizes)
+    def factors(self) -> dict[str, tuple[Level, Level]]:
+        """Return what sets a job apart, but for the mean."""
+        low, high = self.batches
+        few, many = self.nodes
+        short, long = self.rounds
+        return {
+            "memory": (("no memory", {"memory": "none"}), ("error feedback", {"memory": "error-feedback"})),
+            "overlap": (
+                (f"batch {low} by class", {"batch": low, "split": "class"}),
+                (f"batch {high}", {"batch": high, "split": "iid"}),
+            ),
+            "nodes": ((f"{few} nodes", {"nodes": few}), (f"{many} nodes", {"nodes": many})),
+            "rounds": ((f"{short} rounds", {"rounds": short}), (f"{long} rounds", {"rounds": long})),
+        }
 
-    def rows(self) -> list[TableRow]:
-        """Return every cell's rows: top-k, then the rules beside it."""
-        found = []
-        for mean, picks in product(("nodes", "received"), product((0, 1), repeat=len(self.levels))):
-            own = {name: levels[at] for (name, levels, _), at in zip(self.levels, picks, strict=True)}
-            note = ", ".join(words[at] for (_, _, words), at in zip(self.levels, picks, strict=True))
-            for factor in (1.0, *self.among):
-                told = "" if factor == 1.0 else f", r = {f'{factor:g}' if factor else 'n'} k"
-                more = {} if factor == 1.0 else {"r_over_k": factor or float(own["nodes"])}
-                method = "rtop-k" if more else "top-k"
-                options = tuple(sorted({**own, **more}.items()))
-                found.append(TableRow(method, 0.01, None, mean, note + told, options))  # type: ignore[arg-type]
-        return found
+    def row(self, at: tuple[int, ...], rule: str, mean: Mean) -> TableRow:
+        """Return the row of a job, given by its levels, with a rule and a mean."""
+        levels = [pair[level] for pair, level in zip(self.factors.values(), at, strict=True)]
+        options = {name: value for _, own in levels for name, value in own.items()}
+        note = ", ".join(words for words, _ in levels)
+        if rule == "top-k":
+            return TableRow("top-k", 0.01, None, mean, note, tuple(sorted(options.items())))
+        options["r_over_k"] = RULES[rule] or float(options["nodes"])
+        return TableRow("rtop-k", 0.01, None, mean, f"{note}, {rule}", tuple(sorted(options.items())))
 
-    def table(self, name: str, title: str) -> Table:
+    @property
+    def jobs(self) -> list[tuple[int, ...]]:
+        """Return the levels of every job."""
+        return list(product((0, 1), repeat=len(self.factors)))
+
+    def table(self, name: str) -> Table:
         """Return the design as a study."""
         smoke = dataclasses.replace(self.config, rounds=4, evaluate_every=2)
         setups: dict[Scale, Setup] = {
             "smoke": Setup(smoke, self.rates[:1], 2, beyond=0),
             "small": Setup(self.config, self.rates, self.config.rounds, tuning_seeds=2),
         }
-        return Table(f"study-{name}", title, None, tuple(self.rows()), setups)
+        rows = [self.row(*cell) for cell in product(self.jobs, RULES, MEANS)]
+        title = f"The map on {self.config.task}: memory x mean x overlap x nodes x rounds, 99 %"
+        return Table(f"study-{name}", title, None, tuple(rows), setups)
 
 
 _CIFAR = dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=400, evaluate_every=100)
 DESIGNS = {
     "map-digits": Design(
-        Config(rounds=600, evaluate_every=150), (0.005, 0.02, 0.08), (4, 64), (4, 10), (150, 600), (2.0, 0.0)
+        Config(rounds=600, evaluate_every=150), (0.005, 0.02, 0.08), (2, 32), (4, 10), (150, 600)
     ),
-    "map-cifar10": Design(_CIFAR, (0.005, 0.015, 0.045), (4, 32), (4, 10), (100, 400), (2.0, 0.0)),
+    "map-cifar10": Design(_CIFAR, (0.005, 0.015, 0.045), (2, 32), (4, 10), (100, 400)),
 }
-
-
-def _studies(designs: dict[str, Design]) -> dict[str, Table]:
-    told = "memory x mean x batch x nodes x rounds, 99 %"
-    return {
-        name: design.table(name, f"The map on {design.config.task}: {told}")
-        for name, design in designs.items()
-    }
-
-
-MAPS = _studies(DESIGNS)
+MAPS = {name: design.table(name) for name, design in DESIGNS.items()}

@@ -234,6 +234,38 @@ def inspect(
     _tell(paths)
 
 
+@app.command()
+def predict(
+    study: str = typer.Option("map-cifar10", help="A map of regimes: map-digits or map-cifar10."),
+    rounds: int = typer.Option(60, min=1, help="Rounds of a dense run that are watched."),
+    data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
+    out: Path = typer.Option(Path("runs/prediction.json"), help="Where the prediction is written."),
+) -> None:
+    """Predict a map of regimes from a few steps of its jobs.
+
+    Commit the prediction before the map's runs: docs/regimes.md compares both.
+    """
+    import json
+
+    import torch
+
+    from rtopk.studies.lab.prediction import predict as look_into
+    from rtopk.studies.paper.regimes import DESIGNS
+    from rtopk.tools.cli.options import set_environment
+    from rtopk.tools.show.terminal import console, counted
+
+    with wrong_use():
+        if study not in DESIGNS:
+            raise ValueError(f"study must be one of {', '.join(DESIGNS)}, got {study!r}")
+    torch.set_num_threads(1)
+    set_environment(data_dir)
+    with counted("rounds", 4 * rounds) as step:
+        found = look_into(DESIGNS[study], rounds, step)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"study": study, "cells": found}, indent=1) + "\n")
+    console.print(f"Prediction: {out}")
+
+
 def _look_table(look: dict[str, Any]) -> "Table":
     from rtopk.tools.show.terminal import table
 

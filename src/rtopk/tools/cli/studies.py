@@ -132,7 +132,9 @@ def _cells(s: "RowResult") -> list[str]:
 def tables(
     scale: str = typer.Option("small", help="smoke, small or paper."),
     results: Path = RESULTS,
-    page: str = typer.Option("reproduction", help="Whose tables: reproduction, defaults or exchange."),
+    page: str = typer.Option(
+        "reproduction", help="Whose tables: reproduction, defaults, exchange, explanations or regimes."
+    ),
     write: Path | None = typer.Option(None, help="Put the tables into this page, between its marks."),
     pictures: Path | None = typer.Option(None, help="Draw figures 2 to 6 into this folder."),
     times: Path | None = typer.Option(
@@ -143,7 +145,7 @@ def tables(
     if times is not None:
         _times(results, times, write, pictures)
         return
-    from rtopk.studies.paper import TABLES, check_scale
+    from rtopk.studies.paper import TABLES, check_scale, regimes_page
     from rtopk.studies.paper.results import draw_figure, page_tables, render_page
     from rtopk.tools.show.terminal import errors
 
@@ -152,7 +154,7 @@ def tables(
         page_tables(page)  # refuses what is none
         if not results.is_dir():
             raise ValueError(f"--results must be a folder of records, and there is no folder {results}")
-    text = render_page(page, size, results)
+    text = regimes_page.render(size, results) if page == "regimes" else render_page(page, size, results)
     _show(text, write)
     if pictures is not None:
         for table in TABLES.values():
