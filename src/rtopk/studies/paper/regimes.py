@@ -27,6 +27,7 @@ class Design:
     batches: tuple[int, int]  # with little overlap, and with more
     nodes: tuple[int, int]
     rounds: tuple[int, int]
+    tuning_seeds: int
 
     @property
     def factors(self) -> dict[str, tuple[Level, Level]]:
@@ -64,18 +65,18 @@ class Design:
         smoke = dataclasses.replace(self.config, rounds=4, evaluate_every=2)
         setups: dict[Scale, Setup] = {
             "smoke": Setup(smoke, self.rates[:1], 2, beyond=0),
-            "small": Setup(self.config, self.rates, self.config.rounds, tuning_seeds=2),
+            "small": Setup(self.config, self.rates, self.config.rounds, tuning_seeds=self.tuning_seeds),
         }
         rows = [self.row(*cell) for cell in product(self.jobs, RULES, MEANS)]
         title = f"The map on {self.config.task}: memory x mean x overlap x nodes x rounds, 99 %"
         return Table(f"study-{name}", title, None, tuple(rows), setups)
 
 
-_CIFAR = dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=400, evaluate_every=100)
-DESIGNS = {
+_CIFAR = dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=300, evaluate_every=75)
+DESIGNS = {  # digits has 269 images to tune with, CIFAR-10 5,000
     "map-digits": Design(
-        Config(rounds=600, evaluate_every=150), (0.005, 0.02, 0.08), (2, 32), (4, 10), (150, 600)
+        Config(rounds=600, evaluate_every=150), (0.005, 0.02, 0.08), (2, 32), (4, 10), (150, 600), 2
     ),
-    "map-cifar10": Design(_CIFAR, (0.005, 0.015, 0.045), (2, 32), (4, 10), (100, 400)),
+    "map-cifar10": Design(_CIFAR, (0.005, 0.015, 0.045), (2, 32), (4, 10), (75, 300), 1),
 }
 MAPS = {name: design.table(name) for name, design in DESIGNS.items()}

@@ -198,7 +198,7 @@ def inspect(
     from rtopk.studies.lab.gradients import Inspector
     from rtopk.studies.lab.gradients import inspect as look_into
     from rtopk.studies.train.loop import Run
-    from rtopk.tools.show.terminal import console, counted
+    from rtopk.tools.show.terminal import console, counted, table
 
     torch.set_num_threads(1)
     rounds = max([_DEFAULT.rounds, *(1 + round_ for round_ in at)])
@@ -211,7 +211,13 @@ def inspect(
         look_into(run, inspector, at, step)
     paths = pictures.gradients(inspector.looks, out)
     verdict, advice = inspector.verdict(), inspector.recommend()
-    report = {"task": task, "looks": inspector.looks, "verdict": verdict, "recommendation": advice}
+    arrived = {
+        "with a memory" if one.memory else "without": {c.label: value for c, value in one.cosines().items()}
+        for one in inspector.arrivals
+    }
+    report = {
+        "task": task, "looks": inspector.looks, "verdict": verdict, "recommendation": advice, "arrived": arrived,
+    }  # fmt: skip
     if _printed(as_json, report, paths):
         return
     for look in inspector.looks:
@@ -231,6 +237,13 @@ def inspect(
     if len(advice["alike"]) > 1:
         alike = ", ".join(f"{r:.4g}" for r in advice["alike"])
         console.print(f"r / k = {alike} lag alike (within 5 %): any of them will do.")
+    title = f"Cosine of what arrived with what was due, after {advice['rounds']} rounds at {density:g}"
+    rows = [
+        [label, *(f"{cosines[label]:.3f}" for cosines in arrived.values())] for label in arrived["without"]
+    ]
+    console.print(table(title, ["choice", *arrived], rows))
+    for memory, cosines in arrived.items():
+        console.print(f"Most arrives {memory} under {max(cosines, key=lambda label: cosines[label])}.")
     _tell(paths)
 
 
