@@ -61,10 +61,35 @@ def test_a_checkpoint_that_others_have_overtaken_is_dropped():
 
     own = Books(None, Compression(), 0)
     own.lay_out({"weight": torch.zeros(3, 4)})
-    own.load_state_dict({"residual": torch.ones(12)})
+    state = {"residual": torch.ones(12)}
+    own.load(state, own.made(state))
     assert torch.equal(own.sparsifier.memory.residual, torch.ones(12))
     own.heal([[3, 7]])
     assert own.sparsifier.memory.residual is None
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    """The second fragment refuses, so the first keeps its residual too."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from rtopk.torchft import DiLoCo
+    from rtopk.torchft.books import Books, Compression
+
+    both = [Books(None, Compression(), number) for number in (0, 1)]
+    for own in both:
+        own.lay_out({"weight": torch.zeros(3, 4)})
+        own.sparsifier.memory.add(torch.ones(12))
+    trainer = SimpleNamespace(books=both)
+    with pytest.raises(ValueError, match="12"):
+        DiLoCo.load_state_dict(
+            trainer, {"memories": [{"residual": torch.zeros(12)}, {"residual": torch.zeros(9)}]}
+        )
+    assert all(torch.equal(own.sparsifier.memory.residual, torch.ones(12)) for own in both)
+    assert not any(own.loaded for own in both)
+    with pytest.raises(ValueError, match="1 fragments, this model has 2"):
+        DiLoCo.load_state_dict(trainer, {"memories": [{}]})
 
 
 def test_what_cannot_work_is_refused():

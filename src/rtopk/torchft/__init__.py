@@ -143,12 +143,16 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
         return {"memories": [books.state_dict() for books in self.books]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with this replica's residuals. They are dropped if the others turn out to be ahead of them."""
+        """Continue with this replica's residuals. They are dropped if the others turn out to be ahead of them.
+
+        A state that does not fit changes nothing. One that is loaded before the first round is compared there.
+        """
         memories: Sequence[Mapping[str, Tensor]] = state["memories"]
         if len(memories) != len(self.books):
             raise ValueError(f"state is of {len(memories)} fragments, this model has {len(self.books)}")
-        for books, memory in zip(self.books, memories, strict=True):
-            books.load_state_dict(memory)
+        made = [books.made(memory) for books, memory in zip(self.books, memories, strict=True)]
+        for books, memory, own in zip(self.books, memories, made, strict=True):
+            books.load(memory, own)
 
 
 class LocalSGD(DiLoCo):

@@ -101,16 +101,26 @@ class Books:
     def sparsifier(self) -> Sparsifier:
         """From pseudo-gradient to payload."""
         if self._sparsifier is None:
-            layout, how = cast(Layout, self.layout), self.how
-            codec = Codec(
-                how.values, fingerprint=layout.fingerprint, fixed=True, dense_size=layout.dense_size
-            )
-            self._sparsifier = Sparsifier(
-                how.rule(), how.density, how.memory(), codec, how.seed + self.number, layout=layout
-            )
-            if self._state is not None:
-                self._sparsifier.memory.load_state_dict(self._state)
+            self._sparsifier = self.made(self._state)
+        assert self._sparsifier is not None  # the layout is known where it is used
         return self._sparsifier
+
+    def made(self, state: Mapping[str, Tensor] | None) -> Sparsifier | None:
+        """Make a sparsifier that continues with a memory's state; None while the layout is unknown."""
+        layout, how = self.layout, self.how
+        if layout is None:
+            return None
+        codec = Codec(how.values, fingerprint=layout.fingerprint, fixed=True, dense_size=layout.dense_size)
+        made = Sparsifier(how.rule(), how.density, how.memory(), codec, how.seed + self.number, layout=layout)
+        for name, tensor in (state or {}).items():
+            if tensor.numel() != layout.size:
+                raise ValueError(
+                    f"{name} of fragment {self.number} must have {layout.size} entries, got {tensor.numel()}: the "
+                    "state is of another model, or of another number of fragments"
+                )
+        if state is not None:
+            made.memory.load_state_dict(state)
+        return made
 
     def allreduce(self, update: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Replace the update by the replicas' mean, times what the manager divides by. Called by `ProcessGroup`."""
@@ -206,11 +216,9 @@ class Books:
             return dict(self._state or {})
         return self._sparsifier.memory.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with a memory of this replica."""
-        if self._sparsifier is not None:
-            self._sparsifier.memory.load_state_dict(state)
-        self._state, self._doubt, self.loaded = dict(state), None, True
+    def load(self, state: Mapping[str, Tensor], made: Sparsifier | None) -> None:
+        """Continue with a memory of this replica, and the sparsifier that was made of it."""
+        self._state, self._sparsifier, self._doubt, self.loaded = dict(state), made, None, True
 
 
 class After(dist._Work):  # type: ignore[name-defined,misc]
