@@ -1,13 +1,17 @@
 """The map of regimes is a whole factorial design, and its effects are found."""
 
+import dataclasses
 from collections import Counter
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 
+from rtopk.studies.lab.prediction import predict
 from rtopk.studies.paper.regimes import DESIGNS, MAPS, MEANS, RULES
-from rtopk.studies.paper.regimes_page import cells, effects
+from rtopk.studies.paper.regimes_page import Map, _prediction, cells, effects, more_arrives
+from rtopk.studies.paper.results import RowResult
+from rtopk.tools.show.intervals import judge
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -50,3 +54,49 @@ def test_cells_are_those_that_have_run():
     at = design.jobs[3]
     some = SimpleNamespace(row=design.row(at, "r = n k", "received"))
     assert cells(design, [some]) == {(at, "r = n k", "received"): some}
+
+
+def known_map(leads):
+    """Make a map in which a rule's lead is a given function of how much more arrives."""
+    design = DESIGNS["map-digits"]
+    cosines = {
+        (memory, overlap, nodes): {
+            "top-k": {"nodes": 0.5, "received": 0.4},
+            "r = 2 k": {"nodes": 0.3, "received": 0.5 + 0.1 * overlap - 0.2 * nodes},
+            "r = n k": {"nodes": 0.4 + 0.15 * nodes, "received": 0.1},
+        }
+        for memory, overlap, nodes in product((0, 1), repeat=3)
+    }
+    found = {}
+    for at, rule, mean in product(design.jobs, RULES, MEANS):
+        more = {"top-k": 0.0, **more_arrives(cosines[at[:3]])}[rule]
+        score = 80 + (rule != "top-k") * leads(at[0], more) - (mean == "nodes")
+        by_seed = {seed: score + 0.01 * (seed % 2) for seed in range(3)}
+        found[at, rule, mean] = RowResult(
+            design.row(at, rule, mean), 0.1, score, False, False,
+            tuple(
+                {"config": {"seed": s}, "metric": "accuracy", "higher_is_better": True, "final": {"accuracy": v}}
+                for s, v in by_seed.items()
+            ),
+        )  # fmt: skip
+    predicted = [
+        {"memory": m, "overlap": o, "nodes": n, "rounds": 10, "cosines": c}
+        for (m, o, n), c in cosines.items()
+    ]
+    return Map("map-digits", design, found, predicted)
+
+
+def test_a_prediction_learns_one_line_with_a_memory_and_one_without():
+    known = known_map(lambda memory, more: -1.0 + 20.0 * more if memory else 3.0 * more)
+    told = predict(list(known.predicted), known)
+    for cell in told:
+        more = more_arrives(cell["cosines"])
+        for rule, lead in cell["leads"].items():
+            expected = -1.0 + 20.0 * more[rule] if cell["memory"] else 3.0 * more[rule]
+            assert lead == pytest.approx(expected, abs=1e-6)
+    foretold = dataclasses.replace(known, predicted=told)
+    page = "\n".join(
+        _prediction(foretold, dict(zip(known.leads(), judge(list(known.leads().values())), strict=True)))
+    )
+    assert "of all 32" in page
+    assert "correlation of predicted and measured leads is 1.00" in page

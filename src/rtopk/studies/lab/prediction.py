@@ -1,21 +1,24 @@
 """What a few steps of a job predict about the map of regimes, written down before the map's runs.
 
 For each pair of levels of overlap and nodes, a dense run of the task goes some rounds, and `Arrival` watches its
-gradients with and without a memory. The choice under which most arrives is predicted to win.
+gradients with and without a memory. How many points a rule's lead over top-k is worth for how much more of the
+gradients arrives is learnt from another map: a straight line, one with a memory and one without.
 """
 
 import dataclasses
 from collections.abc import Callable
 from itertools import product
+from statistics import linear_regression
 from typing import Any
 
 from rtopk.studies.lab.arrival import Arrival
 from rtopk.studies.lab.gradients import node_gradient, overlap
 from rtopk.studies.paper.regimes import MEANS, RULES, Design
+from rtopk.studies.paper.regimes_page import Map, more_arrives
 from rtopk.studies.train.loop import Run
 
 
-def predict(design: Design, rounds: int, on_round: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def watch(design: Design, rounds: int, on_round: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """Return what arrives in each kind of job under each rule and mean, after so many rounds."""
     found = []
     factors = design.factors
@@ -52,3 +55,31 @@ def predict(design: Design, rounds: int, on_round: Callable[[], None] = lambda: 
                 }
             )  # fmt: skip
     return found
+
+
+def predict(watched: list[dict[str, Any]], known: Map) -> list[dict[str, Any]]:
+    """Add each rule's predicted lead over top-k, in points, learnt from a map whose jobs were watched alike."""
+    lines = [_line(known, memory) for memory in (0, 1)]
+    return [
+        {
+            **cell,
+            "leads": {
+                rule: lines[cell["memory"]][0] + lines[cell["memory"]][1] * more
+                for rule, more in more_arrives(cell["cosines"]).items()
+            },
+        }
+        for cell in watched
+    ]
+
+
+def _line(known: Map, memory: int) -> tuple[float, float]:
+    """Return intercept and slope of the leads over top-k against how much more arrives."""
+    leads = known.leads()
+    points = [
+        (more, leads[at, rule].mean)
+        for at in known.design.jobs
+        if at[0] == memory
+        for rule, more in more_arrives(known.foretold(at)["cosines"]).items()
+    ]
+    slope, intercept = linear_regression(*zip(*points, strict=True))
+    return intercept, slope

@@ -15,6 +15,7 @@ from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
 
 MEANS: tuple[Mean, ...] = ("nodes", "received")
 RULES = {"top-k": 1.0, "r = 2 k": 2.0, "r = n k": 0.0}  # r / k; 0 is the number of nodes
+DRAWS = ("r = 2 k", "r = n k")  # the rules that are compared with top-k
 Level = tuple[str, dict[str, Any]]  # what rows call it, and the options of `Config` that make it
 
 

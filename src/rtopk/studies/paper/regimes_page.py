@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
-from statistics import fmean
+from statistics import correlation, fmean
 from typing import Any
 
 from rtopk.aggregate import Mean
 from rtopk.studies.paper import Scale
-from rtopk.studies.paper.regimes import DESIGNS, MAPS, MEANS, RULES, Design
+from rtopk.studies.paper.regimes import DESIGNS, DRAWS, MAPS, MEANS, RULES, Design
 from rtopk.studies.paper.results import RowResult, row_results
 from rtopk.tools.show.intervals import Lead, Verdict, judge, lead, p_value, plus_minus, rules
 from rtopk.tools.show.terminal import markdown
@@ -78,7 +78,7 @@ class Map:
         told = {
             (at, rule): self.best(at, rule).lead(self.best(at, "top-k"))
             for at in self.design.jobs
-            for rule in list(RULES)[1:]
+            for rule in DRAWS
         }
         means = {
             (at, "mean"): self.found[at, "top-k", "received"].lead(self.found[at, "top-k", "nodes"])
@@ -90,19 +90,24 @@ class Map:
         """Return what moves each rule's lead."""
         return {
             (rule, name): effect
-            for rule in list(RULES)[1:]
+            for rule in DRAWS
             for name, effect in effects(self.design, self.found, rule).items()
         }
 
-    def foretold(self, at: Job) -> Mapping[str, Mapping[Mean, float]]:
-        """Return the predicted cosines of a job, by rule and mean."""
+    def foretold(self, at: Job) -> Mapping[str, Any]:
+        """Return what `rtopk lab predict` says of a job; it does not know how long the run is."""
         kind = dict(zip(self.design.factors, at, strict=True))
-        cosines: Mapping[str, Mapping[Mean, float]] = next(
-            cell["cosines"]
+        return next(
+            cell
             for cell in self.predicted
             if all(cell[name] == kind[name] for name in ("memory", "overlap", "nodes"))
         )
-        return cosines
+
+
+def more_arrives(cosines: Mapping[str, Mapping[Mean, float]]) -> dict[str, float]:
+    """Return how much larger each rule's cosine is than top-k's, each with its better mean."""
+    top = max(cosines["top-k"].values())
+    return {rule: max(found.values()) - top for rule, found in cosines.items() if rule != "top-k"}
 
 
 def maps(scale: Scale, results: Path) -> list[Map]:
@@ -131,7 +136,7 @@ def render(scale: Scale, results: Path) -> str:
         judged = {key: next(verdicts) for key in one.leads()}
         moved = {key: next(verdicts) for key in one.effects()}
         parts += ["\n".join(_jobs(one, judged)), "\n".join(_effects(one, moved))]
-        if one.predicted:
+        if one.predicted and "leads" in one.predicted[0]:
             parts.append("\n".join(_prediction(one, judged)))
     return "\n\n".join(parts) + "\n"
 
@@ -164,42 +169,32 @@ def _effects(one: Map, judged: Mapping[tuple[str, str], Verdict]) -> list[str]:
     rows: list[list[str | None]] = []
     for name in dict.fromkeys(name for _, name in moved):
         told = []
-        for rule in list(RULES)[1:]:
+        for rule in DRAWS:
             effect = moved[rule, name]
             told += [f"{effect.mean:+.2f}{plus_minus(effect.half)}", p_value(judged[rule, name].p)]
         rows.append([name, *told])
-    heads = [head for rule in list(RULES)[1:] for head in (f"lead of {rule}", "p, corrected")]
+    heads = [head for rule in DRAWS for head in (f"lead of {rule}", "p, corrected")]
     return ["What moves the lead over top-k, in points:", "", *markdown(["effect", *heads], rows)]
 
 
-def agreement(one: Map, judged: Mapping[tuple[Job, str], Verdict]) -> dict[str, tuple[int, int]]:
-    """Return how often a prediction held: the sign of decided leads, and of all; and the winner among six."""
-    leads = one.leads()
-    counts = {"decided leads": [0, 0], "all leads": [0, 0], "winners": [0, 0]}
-    for at in one.design.jobs:
-        foretold = one.foretold(at)
-        for rule in list(RULES)[1:]:
-            ahead = max(foretold[rule].values()) > max(foretold["top-k"].values())
-            right = ahead == (leads[at, rule].mean > 0)
-            for what in ("all leads", *["decided leads"] * (judged[at, rule].word in ("ahead", "behind"))):
-                counts[what][0] += right
-                counts[what][1] += 1
-        choices = list(product(RULES, MEANS))
-        won = max(choices, key=lambda choice: one.found[at, choice[0], choice[1]].mean)
-        counts["winners"][0] += won == max(choices, key=lambda choice: foretold[choice[0]][choice[1]])
-        counts["winners"][1] += 1
-    return {what: (right, of) for what, (right, of) in counts.items()}
-
-
 def _prediction(one: Map, judged: Mapping[tuple[Job, str], Verdict]) -> list[str]:
-    rows: list[list[str | None]] = []
+    leads, rows = one.leads(), list[list[str | None]]()
+    pairs: list[tuple[float, float, bool]] = []  # predicted, measured, decided
     for at in one.design.jobs:
-        foretold = one.foretold(at)
-        choices = list(product(RULES, MEANS))
-        likely = max(choices, key=lambda choice: foretold[choice[0]][choice[1]])
-        won = max(choices, key=lambda choice: one.found[at, choice[0], choice[1]].mean)
-        tops = [max(foretold[rule].values()) for rule in RULES]
-        rows.append([_named(one, at), *(f"{top:.3f}" for top in tops), ", ".join(likely), ", ".join(won)])
-    held = ", ".join(f"{what}: {right} of {of}" for what, (right, of) in agreement(one, judged).items())
-    heads = ["job", *(f"cosine, {rule}" for rule in RULES), "predicted to win", "won"]
-    return [f"The prediction of `rtopk lab predict`, which held for {held}:", "", *markdown(heads, rows)]
+        said = one.foretold(at)
+        row = [_named(one, at)]
+        for rule in DRAWS:
+            predicted, measured = said["leads"][rule], leads[at, rule].mean
+            pairs.append((predicted, measured, judged[at, rule].word in ("ahead", "behind")))
+            row += [f"{predicted:+.1f}", f"{measured:+.1f}, {judged[at, rule].word}"]
+        rows.append([*row])
+    right = [(predicted > 0) == (measured > 0) for predicted, measured, _ in pairs]
+    sure = [held for held, (_, _, decided) in zip(right, pairs, strict=True) if decided]
+    alike = correlation(*zip(*((predicted, measured) for predicted, measured, _ in pairs), strict=True))
+    heads = ["job", *(f"{rule}: {what}" for rule in DRAWS for what in ("predicted", "measured"))]
+    told = (
+        f"`rtopk lab predict` gave these leads over top-k from {said['rounds']} rounds of each job, before it ran. "
+        f"The sign was right in {sum(sure)} of {len(sure)} decided leads and in {sum(right)} of all {len(right)}; "
+        f"the correlation of predicted and measured leads is {alike:.2f}."
+    )
+    return [told, "", *markdown(heads, rows)]

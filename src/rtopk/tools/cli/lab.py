@@ -249,34 +249,48 @@ def inspect(
 
 @app.command()
 def predict(
-    study: str = typer.Option("map-cifar10", help="A map of regimes: map-digits or map-cifar10."),
-    rounds: int = typer.Option(60, min=1, help="Rounds of a dense run that are watched."),
+    study: str = typer.Option("map-cifar10", help="The map to predict: map-digits or map-cifar10."),
+    known: str = typer.Option(
+        "map-digits", "--from", help="A map that has run, to learn from; none: watch only."
+    ),
+    rounds: int = typer.Option(10, min=1, help="Rounds of a dense run that are watched."),
+    results: Path = typer.Option(Path("results"), help="Folder of the records and predictions."),
     data_dir: Path | None = typer.Option(None, help="Folder of the data sets; default $RTOPK_DATA."),
-    out: Path = typer.Option(Path("runs/prediction.json"), help="Where the prediction is written."),
 ) -> None:
     """Predict a map of regimes from a few steps of its jobs.
 
-    Commit the prediction before the map's runs: docs/regimes.md compares both.
+    Writes prediction-STUDY.json into the results. Commit it before the map's
+    runs: docs/regimes.md compares both.
     """
     import json
 
     import torch
 
-    from rtopk.studies.lab.prediction import predict as look_into
+    from rtopk.studies.lab.prediction import predict as learn
+    from rtopk.studies.lab.prediction import watch
     from rtopk.studies.paper.regimes import DESIGNS
+    from rtopk.studies.paper.regimes_page import maps
     from rtopk.tools.cli.options import set_environment
     from rtopk.tools.show.terminal import console, counted
 
     with wrong_use():
         if study not in DESIGNS:
             raise ValueError(f"study must be one of {', '.join(DESIGNS)}, got {study!r}")
+        whole = {one.name: one for one in maps("small", results) if one.whole and one.predicted}
+        if known != "none" and known not in whole:
+            raise ValueError(
+                f"--from must be a map that has run and was watched ({', '.join(whole) or 'there is none yet'}), "
+                f"or none, got {known!r}"
+            )
     torch.set_num_threads(1)
     set_environment(data_dir)
     with counted("rounds", 4 * rounds) as step:
-        found = look_into(DESIGNS[study], rounds, step)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"study": study, "cells": found}, indent=1) + "\n")
-    console.print(f"Prediction: {out}")
+        found = watch(DESIGNS[study], rounds, step)
+    if known != "none":
+        found = learn(found, whole[known])
+    file = results / f"prediction-{study}.json"
+    file.write_text(json.dumps({"study": study, "from": known, "cells": found}, indent=1) + "\n")
+    console.print(f"Prediction: {file}")
 
 
 def _look_table(look: dict[str, Any]) -> "Table":
