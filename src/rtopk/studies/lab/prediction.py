@@ -1,19 +1,22 @@
 """What a few steps of a job predict about the map of regimes, written down before the map's runs.
 
 For each pair of levels of overlap and nodes, a dense run of the task goes some rounds, and `Arrival` watches its
-gradients with and without a memory. How many points a rule's lead over top-k is worth for how much more of the
-gradients arrives is learnt from another map: a straight line, one with a memory and one without.
+gradients with and without a memory. How a rule's lead over top-k depends on how much more of the gradients arrives,
+and on how long an entry waits for its draw, is learnt from another map: a plane with a memory and one without.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
-from statistics import linear_regression
+from operator import mul
 from typing import Any
 
+import torch
+
+from rtopk.sparsifier import entries_sent
 from rtopk.studies.lab.arrival import Arrival
 from rtopk.studies.lab.gradients import node_gradient, overlap
-from rtopk.studies.paper.regimes import MEANS, RULES, Design
+from rtopk.studies.paper.regimes import DENSITY, DRAWS, MEANS, RULES, Design
 from rtopk.studies.paper.regimes_page import Map, more_arrives
 from rtopk.studies.train.loop import Run
 
@@ -33,11 +36,11 @@ def watch(design: Design, rounds: int, on_round: Callable[[], None] = lambda: No
             **options,
         )
         run = Run(dense)
-        arrivals = [Arrival(dense.nodes, run.layout.size, 0.01, memory) for memory in (False, True)]
+        arrivals = [Arrival(dense.nodes, run.layout.size, DENSITY, memory) for memory in (False, True)]
         shared = 0.0
         while run.round < rounds:
             gradients = [node_gradient(run, node) for node in run.nodes]
-            shared += overlap(gradients, run.layout.size // 100) / rounds
+            shared += overlap(gradients, entries_sent(run.layout.size, DENSITY)) / rounds
             for arrival in arrivals:
                 arrival.observe(gradients)
             run.advance()
@@ -57,29 +60,33 @@ def watch(design: Design, rounds: int, on_round: Callable[[], None] = lambda: No
     return found
 
 
-def predict(watched: list[dict[str, Any]], known: Map) -> list[dict[str, Any]]:
-    """Add each rule's predicted lead over top-k, in points, learnt from a map whose jobs were watched alike."""
-    lines = [_line(known, memory) for memory in (0, 1)]
+def predict(watched: list[dict[str, Any]], design: Design, known: Map) -> list[dict[str, Any]]:
+    """Add each rule's predicted lead over top-k, in points, in short and in long runs, learnt from a known map."""
+    planes = [_plane(known, memory) for memory in (0, 1)]
+
+    def lead(cell: dict[str, Any], rule: str, rounds: int) -> float:
+        return sum(map(mul, planes[cell["memory"]], _features(design, cell, rule, rounds)))
+
     return [
-        {
-            **cell,
-            "leads": {
-                rule: lines[cell["memory"]][0] + lines[cell["memory"]][1] * more
-                for rule, more in more_arrives(cell["cosines"]).items()
-            },
-        }
+        {**cell, "leads": {rule: [lead(cell, rule, rounds) for rounds in (0, 1)] for rule in DRAWS}}
         for cell in watched
     ]
 
 
-def _line(known: Map, memory: int) -> tuple[float, float]:
-    """Return intercept and slope of the leads over top-k against how much more arrives."""
+def _plane(known: Map, memory: int) -> list[float]:
+    """Return the coefficients of the features that fit a map's leads best, least squares."""
     leads = known.leads()
-    points = [
-        (more, leads[at, rule].mean)
-        for at in known.design.jobs
-        if at[0] == memory
-        for rule, more in more_arrives(known.foretold(at)["cosines"]).items()
-    ]
-    slope, intercept = linear_regression(*zip(*points, strict=True))
-    return intercept, slope
+    jobs = [(at, rule) for at in known.design.jobs if at[0] == memory for rule in DRAWS]
+    features = [_features(known.design, known.foretold(at), rule, at[3]) for at, rule in jobs]
+    measured = torch.tensor([leads[job].mean for job in jobs])
+    found: list[float] = torch.linalg.lstsq(torch.tensor(features), measured[:, None]).solution[:, 0].tolist()
+    return found
+
+
+def _features(design: Design, cell: Mapping[str, Any], rule: str, rounds: int) -> list[float]:
+    """Return 1, how much more arrives than under top-k, and how long an entry waits for its draw.
+
+    The wait is (r / k - 1) over the visits, density x rounds, that a run makes to an entry.
+    """
+    factor = RULES[rule] or design.nodes[cell["nodes"]]
+    return [1.0, more_arrives(cell["cosines"])[rule], (factor - 1) / (DENSITY * design.rounds[rounds])]

@@ -13,6 +13,7 @@ from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
 from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
 
+DENSITY = 0.01
 MEANS: tuple[Mean, ...] = ("nodes", "received")
 RULES = {"top-k": 1.0, "r = 2 k": 2.0, "r = n k": 0.0}  # r / k; 0 is the number of nodes
 DRAWS = ("r = 2 k", "r = n k")  # the rules that are compared with top-k
@@ -52,9 +53,9 @@ class Design:
         options = {name: value for _, own in levels for name, value in own.items()}
         note = ", ".join(words for words, _ in levels)
         if rule == "top-k":
-            return TableRow("top-k", 0.01, None, mean, note, tuple(sorted(options.items())))
+            return TableRow("top-k", DENSITY, None, mean, note, tuple(sorted(options.items())))
         options["r_over_k"] = RULES[rule] or float(options["nodes"])
-        return TableRow("rtop-k", 0.01, None, mean, f"{note}, {rule}", tuple(sorted(options.items())))
+        return TableRow("rtop-k", DENSITY, None, mean, f"{note}, {rule}", tuple(sorted(options.items())))
 
     @property
     def jobs(self) -> list[tuple[int, ...]]:

@@ -95,7 +95,7 @@ class Map:
         }
 
     def foretold(self, at: Job) -> Mapping[str, Any]:
-        """Return what `rtopk lab predict` says of a job; it does not know how long the run is."""
+        """Return what `rtopk lab predict` says of a job, whatever the length of its run."""
         kind = dict(zip(self.design.factors, at, strict=True))
         return next(
             cell
@@ -184,7 +184,7 @@ def _prediction(one: Map, judged: Mapping[tuple[Job, str], Verdict]) -> list[str
         said = one.foretold(at)
         row = [_named(one, at)]
         for rule in DRAWS:
-            predicted, measured = said["leads"][rule], leads[at, rule].mean
+            predicted, measured = said["leads"][rule][at[3]], leads[at, rule].mean
             pairs.append((predicted, measured, judged[at, rule].word in ("ahead", "behind")))
             row += [f"{predicted:+.1f}", f"{measured:+.1f}, {judged[at, rule].word}"]
         rows.append([*row])

@@ -287,7 +287,7 @@ def predict(
     with counted("rounds", 4 * rounds) as step:
         found = watch(DESIGNS[study], rounds, step)
     if known != "none":
-        found = learn(found, whole[known])
+        found = learn(found, DESIGNS[study], whole[known])
     file = results / f"prediction-{study}.json"
     file.write_text(json.dumps({"study": study, "from": known, "cells": found}, indent=1) + "\n")
     console.print(f"Prediction: {file}")
