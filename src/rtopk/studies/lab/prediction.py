@@ -65,7 +65,8 @@ def predict(watched: list[dict[str, Any]], design: Design, known: Map) -> list[d
     planes = [_plane(known, memory) for memory in (0, 1)]
 
     def lead(cell: dict[str, Any], rule: str, rounds: int) -> float:
-        return sum(map(mul, planes[cell["memory"]], _features(design, cell, rule, rounds)))
+        found: float = sum(map(mul, planes[cell["memory"]], _features(design, cell, rule, rounds)))
+        return found
 
     return [
         {**cell, "leads": {rule: [lead(cell, rule, rounds) for rounds in (0, 1)] for rule in DRAWS}}
