@@ -246,7 +246,10 @@ STUDIES = {
         "study-shipped-cifar10", "As the README's diff runs: CIFAR-10 at 16 x 16, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000, evaluate_every=50),
         (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,)), *map(_unmasked, _DENSITIES)],
-        pairs=_moved([*_shipped(), *map(_unmasked, _DENSITIES)]),
+        pairs=[
+            *_moved([*_shipped(), *map(_unmasked, _DENSITIES)]),
+            *((_unmasked(at).label, _unmasked(at).label.removesuffix(", not masked")) for at in _DENSITIES),
+        ],
     ),
     "shipped-ptb": _study(
         "study-shipped-ptb", "As the README's diff runs: LSTM on Penn Treebank, momentum 0.9, biases in full",
