@@ -190,12 +190,12 @@ class Inspector:
         )  # fmt: skip
 
     def recommend(self) -> dict[str, Any]:
-        """Return the least density whose best r lags within the tolerance, and that r; else the largest."""
-        densities = sorted({one.density for one in self.candidates})
-        for density in densities:
-            best = min((p for p in self.candidates if p.density == density), key=self.lag)
-            if self.lag(best) <= self.tolerance or density == densities[-1]:
-                break
+        """Return the least density at which the default rule, top-k, lags within the tolerance; else the largest.
+
+        A rule that lags less learns no better for it (docs/regimes.md), so lag does not choose the rule.
+        """
+        top = sorted((one for one in self.candidates if one.r_over_k == 1), key=lambda one: one.density)
+        best = next((one for one in top if self.lag(one) <= self.tolerance), top[-1])
         k = entries_sent(self.d, self.fitted[best])
         beside = [p for p in self.candidates if p.density == best.density]
         return {

@@ -229,21 +229,22 @@ def inspect(
     for name, true in verdict["parts"].items():
         console.print(f"  {'yes' if true else 'no ':3} {name.replace('_', ' ')}")
     console.print(
-        f"Recommended: k = {advice['k']} (density {advice['density']:g}), r = {advice['r']} "
-        f"(r / k = {advice['r_over_k']:g}: {advice['scheme']}); after {advice['rounds']} rounds "
+        f"Recommended: k = {advice['k']} (density {advice['density']:g}); after {advice['rounds']} rounds "
         f"{100 * advice['lag']:.1f} % of what was due lags (tolerance {100 * tolerance:g} %"
         f"{'' if advice['within_tolerance'] else ', NOT kept: choose a larger density'})."
     )
     if len(advice["alike"]) > 1:
         alike = ", ".join(f"{r:.4g}" for r in advice["alike"])
-        console.print(f"r / k = {alike} lag alike (within 5 %): any of them will do.")
+        console.print(f"r / k = {alike} lag alike (within 5 %).")
     title = f"Cosine of what arrived with what was due, after {advice['rounds']} rounds at {density:g}"
     rows = [
         [label, *(f"{cosines[label]:.3f}" for cosines in arrived.values())] for label in arrived["without"]
     ]
     console.print(table(title, ["choice", *arrived], rows))
-    for memory, cosines in arrived.items():
-        console.print(f"Most arrives {memory} under {max(cosines, key=lambda label: cosines[label])}.")
+    console.print(
+        f"Paste: rtopk.ddp.register(model, density={advice['density']:g}). Its rule and mean won in the map of "
+        "regimes (docs/regimes.md); how much arrives did not decide there which rule learns best."
+    )
     _tell(paths)
 
 
