@@ -154,7 +154,9 @@ def demo(
     console.print(f"Records: {results}\nPicture: {picture}\nPage:    {page}")
 
 
-fed = typer.Typer(help="Train federated on Flower, compressed both ways.", no_args_is_help=True)
+fed = typer.Typer(
+    help="Train federated on Flower, compressed both ways.", no_args_is_help=True, add_completion=False
+)
 
 _CONFIG = (
     "task", "method", "rounds", "nodes", "seed", "density", "local_steps", "learning_rate", "memory", "values",
@@ -208,10 +210,11 @@ def traffic(
     out: Path | None = typer.Option(None, help="Folder of the runs; default runs/traffic-TASK."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Count the bytes on the wire against dense FedAvg, engine included.
+    """Count the bytes on the wire, beside those of dense FedAvg.
 
-    Four deployments: dense FedAvg, compressed, compressed without a first model
-    that clients make from the seed, and compressed with an exact downlink.
+    The engine's own bytes count, too. Four deployments: dense FedAvg, compressed,
+    compressed without a first model that clients make from the seed, and
+    compressed with an exact downlink.
     """
     from rtopk.studies.federation.engines import compare
     from rtopk.tools.show.terminal import console, errors, print_json, table
