@@ -161,20 +161,24 @@ fed = typer.Typer(
 _CONFIG = (
     "task", "method", "rounds", "nodes", "seed", "density", "local_steps", "learning_rate", "memory", "values",
 )  # fmt: skip
-_SMALL = {"rounds": 10, "nodes": 3}
 PLAIN = typer.Option(False, help="Flower alone: dense FedAvg.")
 BESIDE = typer.Option(True, help="Train dense too, in this process, to compare with.")
 OUT = typer.Option(None, help="Folder of the run; default runs/fed-KEY.")
 JSON = typer.Option(False, "--json", help="Print the record as one JSON object.")
 
 
-def _federated(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a federated run."""
-    return options_of(Config, *_CONFIG, defaults=_SMALL)(options_of(Federation)(command))
+def _federated(rounds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a federated run of so many rounds."""
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        usual = {"rounds": rounds, "nodes": 3}
+        return options_of(Config, *_CONFIG, defaults=usual)(options_of(Federation)(command))
+
+    return give
 
 
 @fed.command()
-@_federated
+@_federated(80)  # after 10, what was not sent yet is most of what was learnt
 def sim(
     plain: bool = PLAIN, dense: bool = BESIDE, out: Path | None = OUT, as_json: bool = JSON, **fields: Any
 ) -> None:
@@ -183,7 +187,7 @@ def sim(
 
 
 @fed.command()
-@_federated
+@_federated(10)  # a round takes seconds
 def deploy(
     plain: bool = PLAIN,
     dense: bool = BESIDE,
