@@ -3,14 +3,24 @@
 from rtopk.aggregate import Mean
 from rtopk.exchange import ExchangeName
 from rtopk.memory import Memory
-from rtopk.select import RTopK, Rule, TopK
+from rtopk.select import METHODS, RTopK, Selector, TopK, as_rule
 
 
-def selector(nodes: int, memory: Memory) -> Rule:
-    """Return the rule: the k largest; without a memory, k of the 2 k largest, so that nodes send different ones.
+def selector(nodes: int, memory: Memory, given: Selector | str | None = None) -> Selector:
+    """Return the rule that is given, perhaps by its name; raise ValueError for anything else.
 
-    The paper's r = n k is `RTopK(nodes=n)`.
+    Given none: the k largest; without a memory, k of the 2 k largest, so that nodes send different ones.
+    The paper's r = n k is `RTopK(nodes=n)`, or "rtop-k".
     """
+    if isinstance(given, str):
+        if given not in METHODS:
+            raise ValueError(
+                f"selector must be one of {tuple(METHODS)} or an object such as rtopk.TopK(), got {given!r}"
+            )
+        return METHODS[given].for_run(nodes)
+    if given is not None:
+        as_rule(given)  # refuses what cannot select
+        return given
     return TopK() if keeps(memory) or nodes == 1 else RTopK(r_over_k=2)
 
 

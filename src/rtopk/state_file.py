@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,12 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # nobody asked for the draft
+        raise
     finally:
-        draft.unlink(missing_ok=True)  # of a write that failed
+        with suppress(OSError):
+            draft.unlink()  # of a write that failed
 
 
 def digest(value: object, size: int = 32) -> bytes:

@@ -58,3 +58,26 @@ def test_one_thread_of_torch_is_one_thread_here():
 
 def test_little_work_stays_in_this_thread():
     assert set(threads.together([threading.get_ident] * 3, size=100)) == {threading.get_ident()}
+
+
+def in_threads(elapsed, steps=10_000):
+    """How often work whose tasks take one second goes to threads, if they take so long in turn."""
+    trial, tried = threads._Trial(), 0
+    for _ in range(steps):
+        if trial.left:
+            trial.left -= 1
+        else:
+            trial.judge(elapsed[tried % len(elapsed)], 1.0)
+            tried += 1
+    return tried / steps
+
+
+def test_work_that_loses_with_threads_goes_back_to_one():
+    assert in_threads([3.0]) < 0.002
+    assert in_threads([0.95]) < 0.002  # both use the memory: a thread alone takes less than both together
+    assert in_threads([3.0, 3.0, 3.0, 0.5]) < 0.01  # now and then they win: less than they lose
+
+
+def test_a_thread_put_aside_once_does_not_end_it():
+    assert in_threads([0.5] * 9 + [1.4]) == 1.0
+    assert 0.1 < in_threads([0.5] * 90 + [9.0]) < 1.0  # a loss larger than what they saved does, for a while

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from rtopk import (
     rtop_k,
     top_k,
 )  # fmt: skip
+from rtopk.local import LocalSGD
 from rtopk.seed import generator
 from rtopk.select import draw, draw_largest
 
@@ -110,6 +111,21 @@ def test_the_usual_rule_takes_the_largest_and_without_a_memory_draws_from_twice_
     for memory, considered in ((ErrorFeedback(), [10, 10, 10]), (NoMemory(), [10, 20, 20])):
         rules = [defaults.selector(nodes, memory) for nodes in (1, 2, 64)]
         assert [rule.considered(k=10, d=1000) for rule in rules] == considered
+
+
+def test_a_rule_is_given_by_name_or_as_an_object_and_nothing_else():
+    assert defaults.selector(4, ErrorFeedback(), "rtop-k") == RTopK(nodes=4)
+    assert defaults.selector(4, ErrorFeedback(), "top-k") == TopK()
+    model = torch.nn.Linear(4, 4)
+    makers = (
+        lambda wrong: defaults.selector(4, ErrorFeedback(), wrong),
+        lambda wrong: Sparsifier(wrong, 0.1),
+        lambda wrong: LocalSGD(model, 1, selector=wrong),
+    )
+    for make, wrong in product(makers, ("topk", TopK, 3)):
+        with pytest.raises(ValueError, match=r"^selector must .* such as rtopk.TopK\(\)"):
+            make(wrong)
+    LocalSGD(model, 1, selector="top-k")
 
 
 def test_rtop_k_selector_caps_r_and_takes_it_either_way():

@@ -55,7 +55,7 @@ class RTopKMod:
 
     density: float | Schedule = 0.01
     _: KW_ONLY
-    selector: Selector | None = None
+    selector: Selector | str | None = None
     memory: Callable[[], Memory] = ErrorFeedback
     values: str = "fp32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -66,6 +66,7 @@ class RTopKMod:
 
     def __post_init__(self) -> None:
         Codec(self.values, self.rounding)  # raise now, not in the first round
+        defaults.selector(1, self.memory(), self.selector)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Handle a message of RTopKStrategy; pass others through."""
@@ -206,7 +207,7 @@ class _Exchange:
             )
         memory = options.memory()
         sparsifier = Sparsifier(
-            options.selector or defaults.selector(_typed(self.header, "nodes", int), memory),
+            defaults.selector(_typed(self.header, "nodes", int), memory, options.selector),
             options.density,
             memory,
             Codec(options.values, options.rounding, layout.fingerprint),

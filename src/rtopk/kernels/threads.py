@@ -6,8 +6,8 @@ goes to libgomp too. Otherwise, and in a forked child, where libgomp's threads a
 hang, a plain pool is used. Both allow several callers at once.
 
 A region ends when its last thread does. Beside other work, such as data loaders or the other ranks of a host, a
-thread may be put aside for milliseconds, and all wait for it. So each kind of work is timed: where threads took
-longer than the processor time of all tasks, it stays in one thread for a while, longer after every failure.
+thread may be put aside for milliseconds, and all wait for it. So each kind of work is timed: what threads save is
+put down against what they lose, and where they lose more, it stays in one thread for a while, longer every time.
 """
 
 import ctypes
@@ -29,6 +29,9 @@ Cuts = tuple[tuple[int, int], ...]  # where ranges begin and end
 MOST = 8  # more threads than this do not move memory faster
 INLINE = 1 << 18  # below this many entries, waking a thread costs more than it saves
 PATIENCE = 1024  # the most times that work stays in one thread before threads are tried again
+WORTH = (
+    0.85  # of the processor time of all tasks, which is more than one thread needs: threads share the memory
+)
 
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _lock = threading.Lock()
@@ -62,12 +65,16 @@ class _Trial:
     def __init__(self) -> None:
         self.left = 0  # how many times it stays in one thread
         self.pause = 2
+        self.saved = 0.0  # seconds by threads lately: at most what one region takes alone
 
     def judge(self, elapsed: float, alone: float) -> None:
         """Compare the time that threads took with the time that one would have needed."""
-        slower = elapsed > alone
-        self.pause = min(PATIENCE, 4 * self.pause) if slower else max(2, self.pause // 4)
-        self.left = self.pause if slower else 0
+        self.saved = min(alone, self.saved + WORTH * alone - elapsed)
+        if self.saved >= 0.0:
+            self.pause = max(2, self.pause // 4)
+        else:
+            self.left = self.pause = min(PATIENCE, 4 * self.pause)
+            self.saved = 0.0
 
 
 _trials: dict[Any, _Trial] = {}

@@ -75,7 +75,7 @@ class LocalSGD:
         local_steps: int,
         density: float | Schedule = 0.01,
         *,
-        selector: Selector | None = None,
+        selector: Selector | str | None = None,
         outer: str | Outer = "sgd",
         memory: Memory | Callable[[], Memory] | None = None,
         values: str = "fp32",
@@ -119,7 +119,7 @@ class LocalSGD:
                 owner_density,
             )
             sparsifier = Sparsifier(
-                selector or defaults.selector(self.world, own),
+                defaults.selector(self.world, own, selector),
                 schedule,
                 own,
                 part.codec,

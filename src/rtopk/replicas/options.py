@@ -26,7 +26,7 @@ from rtopk.layout import DenseRule, Layout, nothing, one_dimensional
 from rtopk.memory import MEMORIES, Memory
 from rtopk.replicas.control import by_rank
 from rtopk.schedule import Constant, Schedule, WarmUp, as_schedule, check_density
-from rtopk.select import METHODS, Selector, as_rule
+from rtopk.select import Selector, as_rule
 from rtopk.transport import AllGather
 
 P = ParamSpec("P")
@@ -260,13 +260,7 @@ def takes(options: Callable[P, Options]) -> _Adopt[P]:
 
 def _rule(selector: Selector | str | None, nodes: int, memory: Memory) -> Selector:
     """Return the rule to use; raise ValueError for one that exchanges of a fixed size do not support."""
-    if selector is None:
-        return defaults.selector(nodes, memory)
-    if isinstance(selector, str):
-        if selector not in METHODS:
-            raise ValueError(f"selector must be one of {tuple(METHODS)} or an object such as rtopk.TopK(), "
-                             f"got {selector!r}")  # fmt: skip
-        selector = METHODS[selector].for_run(nodes)
+    selector = defaults.selector(nodes, memory, selector)
     rule = as_rule(selector)
     rule.require(nodes)
     if not rule.sends_k:

@@ -47,8 +47,10 @@ def add_rule(place: str) -> str:
     """Import a rule from FILE:CLASS, here and in the processes that this one starts; return its method's name."""
     file, _, name = place.rpartition(":")
     path = Path(file).resolve()
-    if not file or not path.is_file():
-        raise ValueError(f"a rule must be FILE.py:CLASS, and there is no file {file or place!r}")
+    if not file:
+        raise ValueError(f"a rule must be FILE.py:CLASS, got {place!r}")
+    if not path.is_file():
+        raise ValueError(f"a rule must be FILE.py:CLASS, and there is no file {file!r}")
     spec = importlib.util.spec_from_file_location(f"rtopk_rule_{path.stem}", path)
     assert spec is not None  # a file that exists has one
     assert spec.loader is not None

@@ -43,7 +43,7 @@ class Compression:
     """How the pseudo-gradient of a fragment is sent; the options of `DiLoCo`."""
 
     density: float | Schedule = 0.01
-    selector: Selector | None = None
+    selector: Selector | str | None = None
     memory: Callable[[], Memory] = ErrorFeedback
     values: str = "fp32"
     mean: Mean | None = None
@@ -62,7 +62,7 @@ class Compression:
 
     def rule(self) -> Selector:
         """Return which entries to send; for any number of replicas."""
-        return self.selector or defaults.selector(2, self.memory())
+        return defaults.selector(2, self.memory(), self.selector)
 
 
 @dataclass(frozen=True)

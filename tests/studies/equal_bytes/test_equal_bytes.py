@@ -115,7 +115,7 @@ def test_smoke_runs_goes_on_and_shows_what_is_recorded(tmp_path):
     first = CliRunner().invoke(app, [*command, *folders])
     assert first.exit_code == 0, first.output
     rows = json.loads(first.stdout)["rows"]
-    assert len(rows) == 2 * (1 + 3 + 2)
+    assert len(rows) == 2 * (1 + 4 + 2)
     assert all(len(row["scores"]) == 2 for row in rows)
     by_name = {(row["panel"], row["method"]): row for row in rows}
     for panel in {row["panel"] for row in rows}:
@@ -146,11 +146,13 @@ def test_a_rule_from_a_file_of_ones_own_takes_part(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.setenv("RTOPK_RULES", "")
     monkeypatch.chdir(tmp_path)
-    command = shlex.split("rivals --add mine.py:FirstK --only top-k --smoke --seeds 1 --jobs 1 --json")
+    printed = "rtopk rivals --add mine.py:FirstK --only top-k --only rtop-k"
+    assert f"\n{printed}\n" in (ROOT / "docs/rivals.md").read_text()
+    command = [*shlex.split(printed)[1:], "--smoke", "--seeds", "1", "--jobs", "1", "--json"]
     result = CliRunner().invoke(app, [*command, "--results", ".", "--work", "work"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert {row["method"].partition(",")[0] for row in rows} == {"dense", "top-k", "first-k"}
+    assert {row["method"].partition(",")[0] for row in rows} == {"dense", "top-k", "rtop-k", "first-k"}
     labels = {
         one.label
         for series in collect(read([Path("rivals-digits-smoke.jsonl")]).runs).values()
@@ -163,6 +165,7 @@ def test_a_rule_from_a_file_of_ones_own_takes_part(tmp_path, monkeypatch):
     monkeypatch.delitem(METHODS, "first-k")
     for wrong, said in (
         ("none.py:FirstK", "there is no file"),
+        ("mine.py", "a rule must be FILE.py:CLASS, got 'mine.py'"),
         ("mine.py:Other", "must be a rule with a name"),
     ):
         refused = CliRunner().invoke(app, ["rivals", "--smoke", "--add", wrong])
@@ -195,7 +198,7 @@ def test_a_page_takes_the_tables_between_its_marks(tmp_path):
             [cell.strip() for cell in line.split("|")[1:-1]] for line in panel.splitlines() if "|" in line
         ]
         assert [row[0] for row in rows[2:]] == [
-            "dense", "top-k", "dealt-k, 4bit, received", "rage-k", "powersgd", "threshold",
+            "dense", "top-k", "rtop-k", "rage-k", "dealt-k, 4bit, received", "powersgd", "threshold",
         ]  # fmt: skip
         at = {head.split("(")[1]: number for number, head in enumerate(rows[0]) if number}
         for row in rows[3:]:

@@ -316,6 +316,12 @@ def test_nodes_may_draw_alike():
         assert (run.overlap == 1.0) is alike
 
 
+def test_nodes_that_send_nothing_have_no_overlap():
+    run = Run(Config(method="threshold", threshold=1e6, rounds=1, nodes=2, evaluate_every=1))
+    run.advance()
+    assert math.isnan(run.overlap)
+
+
 def test_selection_per_tensor_gives_each_its_share():
     config = dataclasses.replace(SMALL, method="top-k", per_tensor=True, density=0.02)
     run = Run(config)

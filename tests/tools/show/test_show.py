@@ -1,7 +1,9 @@
 """What is shown is shown alike: one colour for a method in every picture, and the half imports in one direction."""
 
 import ast
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,7 @@ import rtopk
 from rtopk.studies.bench.link_report import COLOURS
 from rtopk.studies.config import methods
 from rtopk.studies.lab.pictures import STYLE
-from rtopk.tools.show import palette
+from rtopk.tools.show import palette, terminal
 from rtopk.tools.show.terminal import markdown
 
 SOURCE = Path(rtopk.__file__).parent
@@ -60,3 +62,24 @@ def test_imports_go_down():
                     assert not above, f"{path} imports {name}"
                     seen += name.startswith("rtopk.")
     assert seen > 100
+
+
+def test_a_log_gets_lines_before_the_first_round_is_done(monkeypatch):
+    """Also while nobody reports anything: workers that start up say nothing for a while."""
+    told = []
+    monkeypatch.setattr(terminal, "EVERY", 0.01)
+    monkeypatch.setattr(
+        terminal, "errors", SimpleNamespace(is_terminal=False, print=lambda text, **_: told.append(text))
+    )
+    with terminal.runs_progress([("a", "one", 100), ("b", "two", 100)]) as advance:
+        _until(lambda: told)
+        assert told[0].startswith("0 of 2 runs, 0 % of the rounds")
+        assert told[0].endswith("starting")
+        advance("a", 50)
+        _until(lambda: "25 % of the rounds" in told[-1])
+        assert told[-1].endswith(" s left")
+
+
+def _until(happened):
+    while not happened():  # the suite's own limit ends it
+        time.sleep(0.01)

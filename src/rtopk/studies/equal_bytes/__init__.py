@@ -199,7 +199,10 @@ def smoke_panel(panel: Panel) -> Panel:
         panel.config, rounds=4, evaluate_every=2, local_steps=min(2, panel.config.local_steps)
     )
     few = (
-        (Budget(density=0.01), (Entrant("top-k"), Entrant("dealt-k", "received", "4bit"), Entrant("rage-k"))),
+        (
+            Budget(density=0.01),
+            (*map(Entrant, ("top-k", "rtop-k", "rage-k")), Entrant("dealt-k", "received", "4bit")),
+        ),
         (Budget(matrix_rank=1), (Entrant("powersgd"), Entrant("threshold"))),
     )
     return dataclasses.replace(

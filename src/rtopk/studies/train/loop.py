@@ -233,12 +233,12 @@ class Run:
         return self.low_rank.finish(left, self._exchange(answers), self.weights)
 
     def _overlap(self, payloads: list[Tensor]) -> float:
-        """Return how far the nodes chose the same entries: 1 is all alike, 0 is none in common."""
+        """Return how far the nodes chose the same entries: 1 is all alike, 0 is none in common, NaN none at all."""
         chosen = torch.cat([self.codec.decode(payload).indices for payload in payloads])
         union = torch.zeros(self.layout.size, dtype=torch.bool)
         union[chosen] = True
         n, total = len(payloads), chosen.numel()
-        return n * (total - int(union.sum())) / ((n - 1) * total)
+        return n * (total - int(union.sum())) / ((n - 1) * total) if total else math.nan
 
     def _keep_refused(self, payloads: list[Tensor], mean: Tensor) -> None:
         """Give back to the nodes' memories what they sent and no owner passed on."""

@@ -102,8 +102,10 @@ def main() -> None:
             _wrong_use(error)
         if os.environ.get("RTOPK_DEBUG"):
             raise
-        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        print(f"rtopk: {kind}{error}", file=sys.stderr)
+        text = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename:  # without Python's "[Errno 13]"
+            text = f"{error.filename}: {error.strerror}"
+        print(f"rtopk: {text}", file=sys.stderr)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import typer
 
-app = typer.Typer(help="Measure the parts against their floors and rivals.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure the parts against their floors and rivals.", no_args_is_help=True, add_completion=False
+)
 
 
 @app.command()

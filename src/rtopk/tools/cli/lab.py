@@ -12,7 +12,7 @@ from rtopk.tools.cli.options import wrong_use
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(help="See each theorem of the paper happen.", no_args_is_help=True)
+app = typer.Typer(help="See each theorem of the paper happen.", no_args_is_help=True, add_completion=False)
 _DEFAULT = Config()
 
 Out = typer.Option(Path("runs/lab"), help="Folder of the pictures.")

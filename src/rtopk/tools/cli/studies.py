@@ -199,7 +199,7 @@ def _times(results: Path, links: Path, write: Path | None, pictures: Path | None
         errors.print(f"Picture written: {path}")
 
 
-data = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True, rich_markup_mode=None)
+data = typer.Typer(help="The data sets of the experiments.", no_args_is_help=True, add_completion=False)
 
 
 @data.callback()

@@ -154,25 +154,31 @@ def demo(
     console.print(f"Records: {results}\nPicture: {picture}\nPage:    {page}")
 
 
-fed = typer.Typer(help="Train federated on Flower, compressed both ways.", no_args_is_help=True)
+fed = typer.Typer(
+    help="Train federated on Flower, compressed both ways.", no_args_is_help=True, add_completion=False
+)
 
 _CONFIG = (
     "task", "method", "rounds", "nodes", "seed", "density", "local_steps", "learning_rate", "memory", "values",
 )  # fmt: skip
-_SMALL = {"rounds": 10, "nodes": 3}
 PLAIN = typer.Option(False, help="Flower alone: dense FedAvg.")
 BESIDE = typer.Option(True, help="Train dense too, in this process, to compare with.")
 OUT = typer.Option(None, help="Folder of the run; default runs/fed-KEY.")
 JSON = typer.Option(False, "--json", help="Print the record as one JSON object.")
 
 
-def _federated(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a federated run."""
-    return options_of(Config, *_CONFIG, defaults=_SMALL)(options_of(Federation)(command))
+def _federated(rounds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a federated run of so many rounds."""
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        usual = {"rounds": rounds, "nodes": 3}
+        return options_of(Config, *_CONFIG, defaults=usual)(options_of(Federation)(command))
+
+    return give
 
 
 @fed.command()
-@_federated
+@_federated(80)  # after 10, what was not sent yet is most of what was learnt
 def sim(
     plain: bool = PLAIN, dense: bool = BESIDE, out: Path | None = OUT, as_json: bool = JSON, **fields: Any
 ) -> None:
@@ -181,7 +187,7 @@ def sim(
 
 
 @fed.command()
-@_federated
+@_federated(10)  # a round takes seconds
 def deploy(
     plain: bool = PLAIN,
     dense: bool = BESIDE,
@@ -208,10 +214,11 @@ def traffic(
     out: Path | None = typer.Option(None, help="Folder of the runs; default runs/traffic-TASK."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Count the bytes on the wire against dense FedAvg, engine included.
+    """Count the bytes on the wire, beside those of dense FedAvg.
 
-    Four deployments: dense FedAvg, compressed, compressed without a first model
-    that clients make from the seed, and compressed with an exact downlink.
+    The engine's own bytes count, too. Four deployments: dense FedAvg, compressed,
+    compressed without a first model that clients make from the seed, and
+    compressed with an exact downlink.
     """
     from rtopk.studies.federation.engines import compare
     from rtopk.tools.show.terminal import console, errors, print_json, table

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Any
 
 from rich.console import Console
@@ -73,7 +74,8 @@ def runs_progress(runs: Sequence[tuple[str, str, int]]) -> Iterator[Callable[[st
     In a log or a pipe, print a line every few seconds instead.
     """
     if not errors.is_terminal:
-        yield _lines({key: rounds for key, _, rounds in runs})
+        with _lines({key: rounds for key, _, rounds in runs}) as advance:
+            yield advance
         return
     with make_progress() as progress:
         totals = dict.fromkeys((name for _, name, _ in runs), 0)
@@ -84,34 +86,40 @@ def runs_progress(runs: Sequence[tuple[str, str, int]]) -> Iterator[Callable[[st
         task_of = {key: tasks[name] for key, name, _ in runs}
         seen = dict.fromkeys(task_of, 0)
 
-        def advance(key: str, rounds: int) -> None:
+        def advance_bars(key: str, rounds: int) -> None:
             for task in (whole, task_of[key]):
                 progress.advance(task, rounds - seen[key])
             seen[key] = rounds
 
-        yield advance
+        yield advance_bars
 
 
-def _lines(rounds: dict[str, int]) -> Callable[[str, int], None]:
-    """Return what is told of a key's rounds, and prints what is done and what remains."""
-    done, total, began = dict.fromkeys(rounds, 0), sum(rounds.values()), time.monotonic()
-    told, found = began, 0  # found: rounds that were recorded already
+@contextmanager
+def _lines(rounds: dict[str, int]) -> Iterator[Callable[[str, int], None]]:
+    """Yield what is told of a key's rounds; every few seconds print what is done and what remains."""
+    done, total, began, over = dict.fromkeys(rounds, 0), sum(rounds.values()), time.monotonic(), Event()
+    found = 0  # rounds that were recorded already
 
     def advance(key: str, count: int) -> None:
-        nonlocal told, found
-        now = time.monotonic()
-        if now - began < 0.5 and count == rounds[key]:
+        nonlocal found
+        if time.monotonic() - began < 0.5 and count == rounds[key]:
             found += count
         done[key] = count
-        passed, whole = now - began, sum(done.values())
-        if now - told < max(EVERY, passed / 20) or whole == found:
-            return
-        told, left = now, passed * (total - whole) / (whole - found)
-        ended = sum(done[key] == rounds[key] for key in rounds)
-        errors.print(
-            f"{ended} of {len(rounds)} runs, {100 * whole / total:.0f} % of the rounds, {passed:.0f} s passed, "
-            f"about {left:.0f} s left",
-            highlight=False,
-        )
 
-    return advance
+    def tell() -> None:
+        while not over.wait(max(EVERY, (time.monotonic() - began) / 20)):
+            passed, whole = time.monotonic() - began, sum(done.values())
+            known = whole - found > (total - found) / 50
+            left = f"about {passed * (total - whole) / (whole - found):.0f} s left" if known else "starting"
+            ended = sum(done[key] == rounds[key] for key in rounds)
+            errors.print(
+                f"{ended} of {len(rounds)} runs, {100 * whole / total:.0f} % of the rounds, {passed:.0f} s passed, "
+                f"{left}",
+                highlight=False,
+            )
+
+    Thread(target=tell, daemon=True).start()
+    try:
+        yield advance
+    finally:
+        over.set()
