@@ -98,6 +98,25 @@ def test_a_step_waits_once_and_moves_few_bytes(alone, chosen):
     assert once >= 3
 
 
+@pytest.mark.parametrize("chosen", ["triton"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"memory": "momentum-correction"}, {"memory": DecayedErrorFeedback}])
+def test_the_hook_adds_and_searches_in_one_pass(alone, chosen, options, monkeypatch):
+    """From the second step on, which has a guess, each entry is in one `sweep`; that adds and notes candidates."""
+    launch, passes = triton_backend._launch, []
+
+    def noted(name, like, programs, *arguments, **flags):
+        if name == "sweep":
+            begin, end = arguments[8:10]
+            passes.append((end - begin, flags["ADDS"], flags["SEARCHES"]))
+        launch(name, like, programs, *arguments, **flags)
+
+    monkeypatch.setattr(triton_backend, "_launch", noted)
+    with FakeDevice() as device:
+        _, _, state = run(4, on=device, **options)
+    assert all(adds for _, adds, _ in passes)
+    assert sum(entries for entries, _, searches in passes if searches) == 3 * state.layout.size
+
+
 def test_a_guess_that_fails(alone, chosen):
     """Too low, then too high. With programs that costs no wait; in plain torch a streaming search follows."""
     jumps = {2: 1000.0, 4: 0.001}

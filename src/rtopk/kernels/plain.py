@@ -76,6 +76,10 @@ def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
     torch.add(residual, gradient, out=out)
 
 
+def noting(vector: Tensor, search: Search) -> None:
+    """Return None: candidates are noted in a pass of its own."""
+
+
 def scan(vector: Tensor, search: Search) -> Candidates:
     """Return the entries at or above the floor; NaN reaches every floor. On CUDA nothing waits for their number."""
     size = vector.numel() if search.size is None else search.size
