@@ -178,7 +178,7 @@ class Marked(Pending):
             histogram, digits = histograms[level * BINS :], {"SHIFT": shift, "BITS": bits}
             _launch("tally", vector, blocks, *source, histogram, *numbers, **digits)
             _launch("narrow", vector, 1, state, histogram, **digits)
-        counts = _words(vector, 2, blocks)
+        counts = vector.new_empty((2, blocks), dtype=torch.int64)  # all written by `count`
         _launch("count", vector, blocks, *source, counts, *numbers, blocks)
         upto = counts.cumsum(1)
         out = vector.new_empty(r, dtype=torch.int64), vector.new_empty(r)
@@ -258,9 +258,9 @@ def _blocks(size: int) -> int:
     return max(1, -(-size // BLOCK))
 
 
-def _words(like: Tensor, *shape: int) -> Tensor:
+def _words(like: Tensor, number: int) -> Tensor:
     """Return integers on the device of a tensor, all zero."""
-    return torch.zeros(shape, dtype=torch.int64, device=like.device)
+    return torch.zeros(number, dtype=torch.int64, device=like.device)
 
 
 @functools.lru_cache(1024)  # mostly the same few limits
