@@ -124,7 +124,13 @@ def test_the_hook_adds_and_searches_in_one_pass(alone, chosen, options, monkeypa
 
 @pytest.mark.parametrize("chosen", ["triton"], indirect=True)
 @pytest.mark.parametrize(
-    "way", ["compress, fp32 gradient", "compress, momentum correction", "the hook, fp32 gradient"]
+    "way",
+    [
+        "compress, fp32 gradient",
+        "compress, momentum correction",
+        "the hook, fp32 gradient",
+        "the hook, momentum correction",
+    ],
 )
 def test_launches_are_those_of_the_model(alone, chosen, way):
     """Those of the table in docs/gpu.md, for as many tensors and ranks as there are here."""
@@ -132,7 +138,8 @@ def test_launches_are_those_of_the_model(alone, chosen, way):
     with FakeDevice() as device:
         if "hook" in way:
             expected -= 2 * (traffic.TENSORS - len(SIZES)) + 2 * (traffic.RANKS - 1)
-            run(3, on=device, selector=RTopK(r_over_k=5.0))
+            memory = "momentum-correction" if "momentum" in way else None
+            run(3, on=device, selector=RTopK(r_over_k=5.0), memory=memory)
         else:
             memory = MomentumCorrection() if "momentum" in way else ErrorFeedback()
             node = Sparsifier(RTopK(r_over_k=5.0), DENSITY, memory)

@@ -64,6 +64,12 @@ def average_stage(ranks: int) -> "Stage":
     return Stage("average what arrived, write it", sent=ranks * MEAN, launches=launches)
 
 
+REST = (
+    Stage("add the tensors that are sent in full", launches=4),
+    Stage("clear the gradient", entry=4),
+    average_stage(RANKS),
+)
+
 STEPS: dict[str, tuple[Stage, ...]] = {
     "residual.add_(gradient)": (Stage("read two, write one", entry=12),),
     "compress, fp32 gradient": (
@@ -85,9 +91,15 @@ STEPS: dict[str, tuple[Stage, ...]] = {
     "the hook, fp32 gradient": (
         Stage("put: accumulate, check and mark", entry=12 + NOTES, launches=1 + TENSORS),
         *SELECT,
-        Stage("add the tensors that are sent in full", launches=4),
-        Stage("clear the gradient", entry=4),
-        average_stage(RANKS),
+        *REST,
+    ),
+    "the hook, momentum correction": (
+        Stage("put: join the gradient", entry=8, launches=TENSORS),
+        Stage("copy residual and velocity, to go back", entry=16, launches=2),
+        Stage("accumulate, check and mark", entry=20 + NOTES, launches=2),
+        *SELECT,
+        Stage("clear the velocity of what was sent", sent=8 + SECTOR),
+        *REST,
     ),
 }
 
