@@ -116,7 +116,7 @@ def of_amd(made):
         "registers": said("vgpr_count"),
         "spilled": said("vgpr_spill_count") + said("sgpr_spill_count") + said("private_segment_fixed_size"),
         "fused": len(re.findall(r"v_(?:pk_)?fma_f32|v_fmac_f32|v_mad_f32", text)),
-        "flushed": 0,
+        "flushed": len(re.findall(r"\.amdhsa_float_denorm_mode_32 [0-2]", text)),  # 3: none are
         "asserts": "s_trap" in text,
     }
 

@@ -121,7 +121,7 @@ def test_ties_go_to_the_lower_index_across_blocks():
 
 
 ways = st.sampled_from(["plain", "momentum", "scaled momentum", "decay"])
-entries = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 0.1, 65504.0, 2.5e-7]) | st.floats(
+entries = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 2e-39, 0.1, 65504.0, 2.5e-7]) | st.floats(
     width=16, allow_nan=False, allow_infinity=False
 )
 
@@ -159,6 +159,16 @@ def test_sums_and_candidates_have_the_bits_of_the_loops(d, way, dtype, some, dat
     assert expected is None or (
         same(expected.positions, picked.positions) and same(expected.values, picked.values)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_every_number_of_half_precision_is_widened_exactly(dtype):
+    """All 65,536, subnormals of both signs among them; Triton's interpreter widens those of bfloat16 wrongly."""
+    gradient = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    gradient = gradient[gradient.isfinite()]
+    residual = torch.full((gradient.numel(),), -0.0)
+    device.accumulate_(residual, gradient, None, None, 0.0, 1.0, 1.0)
+    assert same(residual, gradient.float())
 
 
 parts = st.lists(st.integers(0, 3 * BLOCK), min_size=1, max_size=6)

@@ -98,9 +98,13 @@ def _sweep(
     inside = None if WHOLE else (lanes >= _within(begin, start, BLOCK)) & (lanes < _within(end, start, BLOCK))
     total = tl.load(vector + start + lanes, mask=inside, other=None if WHOLE else 0.0)
     if ADDS:
-        # Widened after the load: the interpreter keeps bfloat16 as raw bits.
         given = tl.load(gradient + (start - begin) + lanes, mask=inside, other=None if WHOLE else 0.0)
-        fresh = given.to(tl.float32)
+        if (
+            given.dtype == tl.bfloat16
+        ):  # the upper half of an fp32; the interpreter's own way loses subnormals
+            fresh = (given.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        else:
+            fresh = given.to(tl.float32)
         if MOVES:
             speed = tl.load(velocity + start + lanes, mask=inside, other=None if WHOLE else 0.0)
             fresh = speed * keep + fresh * scale
