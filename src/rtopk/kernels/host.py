@@ -74,6 +74,12 @@ def _stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
+def promise(tensor: Tensor) -> "torch.futures.Future[Tensor]":
+    """Return a Future of a tensor: whoever waits for one on a card waits in their stream."""
+    devices: list[int | str | torch.device] | None = [tensor.device] if tensor.is_cuda else None
+    return torch.futures.Future(devices=devices)
+
+
 class Streams:
     """The streams that a round's work was queued in: autograd calls hooks in those of the forward pass."""
 
