@@ -82,6 +82,7 @@ class ErrorFeedback:
         self._kept: Tensor | None = None  # the residual of the last snapshot: never written to
         self._spare: Tensor | None = None  # a second residual, for those who take snapshots
         self._sums: Tensor | None = None  # residual + gradient, as far as it has been put
+        self._notes: Any = None  # of the sums, if a search was expected
         self._undoable = False  # a snapshot was taken, and nothing has been added since
 
     def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
@@ -118,7 +119,7 @@ class ErrorFeedback:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state of `state_dict`."""
         self.residual = _fit(state, ("residual",), self.residual).get("residual")
-        self._kept = self._spare = self._sums = None
+        self._kept = self._spare = self._sums = self._notes = None
         self._undoable = False
 
     # -- undo a step without a copy
@@ -131,16 +132,20 @@ class ErrorFeedback:
         self._undoable = True
         if self._kept is not None and self._kept is not self.residual:
             self._spare = self._kept
-        self._kept, self._sums = self.residual, None
+        self._kept, self._sums, self._notes = self.residual, None, None
         return {} if self.residual is None else {"residual": self.residual}
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         """Go back to the last snapshot."""
         if self.residual is not self._kept:
             self._spare = self.residual
-        self.residual, self._sums = snapshot.get("residual"), None
+        self.residual, self._sums, self._notes = snapshot.get("residual"), None, None
         self._undoable = False
         self._headroom.forget()
+
+    def expect(self, search: Search | None) -> None:
+        """Look for the candidates of a search in what is `put` from now on, where that spares a pass."""
+        self._notes = None if self.residual is None else kernels.noting(self.residual, search)
 
     def put(self, begin: int, part: Tensor) -> None:
         """Add the part of a gradient that starts at `begin`. After a snapshot: put all parts, then `add(None)`."""
@@ -148,8 +153,7 @@ class ErrorFeedback:
             raise ValueError("put needs a residual: add a first gradient, or load a state")
         if self._sums is None:
             self._sums = self._other()
-        span = slice(begin, begin + part.numel())
-        kernels.add_to(self._sums[span], self.residual[span], part)
+        kernels.add_to(self._sums, self.residual, part, begin, self._notes)
 
     def _adopt(self, search: Search | None) -> Tensor:
         """Make the sums the residual; the search for candidates also checks that they are finite.
@@ -158,8 +162,8 @@ class ErrorFeedback:
         """
         if self._sums is None:
             raise ValueError("add(None) needs a gradient that was put, got none")
-        total, self._sums = self._sums, None
-        kernels.scan_finite(total, search, "residual + gradient")
+        total, notes, self._sums, self._notes = self._sums, self._notes, None, None
+        kernels.scan_finite(total, search, "residual + gradient", notes)
         self._headroom.forget()
         self.residual = total
         return total

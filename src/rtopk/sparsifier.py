@@ -75,9 +75,7 @@ class Sparsifier:
         if self.layout is not None and size != self.layout.size:
             raise ValueError(f"gradient must have {self.layout.size} entries, got {size}")
         rng = generator(self.seed, self.node, step)
-        sparse_size, k = self._split(size, self.density(step))
-        r = self.rule.considered(k, sparse_size)
-        guess = self.search if r is not None and self.search.aim(r, sparse_size) else None
+        sparse_size, k, r, guess = self._plan(size, step)
         accumulated = self.memory.add(gradient, guess)  # type: ignore[arg-type]  # (d,)
         self.rule.begin(step)
         chosen = self._choose(accumulated, sparse_size, k, r, rng)
@@ -87,6 +85,19 @@ class Sparsifier:
             self.watch(sent)
         self.rule.end(sent.indices)
         return payload
+
+    def expect(self, step: int) -> None:
+        """Before a memory is given the parts of a gradient: tell it what this step will look for, if it listens."""
+        listen = getattr(self.memory, "expect", None)
+        if listen is not None and self.layout is not None:
+            listen(self._plan(self.layout.size, step)[-1])
+
+    def _plan(self, size: int, step: int) -> tuple[int, int, int | None, Search | None]:
+        """Return how many entries compete, k, r, and the search if there is a guess to start from."""
+        sparse_size, k = self._split(size, self.density(step))
+        r = self.rule.considered(k, sparse_size)
+        guess = self.search if r is not None and self.search.aim(r, sparse_size) else None
+        return sparse_size, k, r, guess
 
     def _choose(
         self, vector: Tensor, sparse_size: int, k: int, r: int | None, rng: torch.Generator

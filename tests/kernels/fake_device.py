@@ -53,10 +53,11 @@ def unwrap(value):
 class FakeDevice(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.waits, self.down, self.up = [], 0, 0  # who waits; bytes to the host, bytes to the device
+        self.begin()
 
     def begin(self):
-        self.waits, self.down, self.up = [], 0, 0
+        self.waits, self.down, self.up = [], 0, 0  # who waits; bytes to the host, bytes to the device
+        self.launches = 0  # copies and calls that work on the device; not views, and not programs of triton
 
     def tensor(self, entries):
         return FakeTensor(entries.clone())
@@ -85,11 +86,19 @@ class FakeDevice(TorchDispatchMode):
         if func in SIZED_BY_DATA or func in READS or unsized:
             self.wait(func)
         made = func(*plain[0], **plain[1])
+        self.launches += func._schema.is_mutable or self._is_new(func, made, ours)
         if func in READS or made is None:
             return made
         if func._schema.is_mutable:  # in place, or into `out`
             return kwargs["out"] if "out" in kwargs else args[0]
         return tree_map(lambda value: FakeTensor(value) if isinstance(value, torch.Tensor) else value, made)
+
+    def _is_new(self, func, made, ours):
+        known = {value.inner.untyped_storage().data_ptr() for value in ours}
+        first = made[0] if isinstance(made, list | tuple) else made
+        if not isinstance(first, torch.Tensor) or "empty" in func.__name__:
+            return False
+        return first.untyped_storage().data_ptr() not in known
 
     def _check(self, func, args, ours):
         """Refuse what a real device refuses: host tensors among its own, other than numbers and indices."""
@@ -106,6 +115,7 @@ class FakeDevice(TorchDispatchMode):
         here = isinstance(source, FakeTensor)
         there = here if target is None else target.type != "cpu"
         made = func(*plain[0], **plain[1])
+        self.launches += here or there
         if here and not there:
             self.down += made.nbytes
         elif there and not here:
@@ -116,6 +126,7 @@ class FakeDevice(TorchDispatchMode):
 
     def _copied_into(self, args, asynchronous):
         into, source = args[:2]
+        self.launches += isinstance(into, FakeTensor) or isinstance(source, FakeTensor)
         if isinstance(into, FakeTensor) != isinstance(source, FakeTensor):
             down = isinstance(source, FakeTensor)
             self.down, self.up = self.down + down * source.nbytes, self.up + (not down) * source.nbytes

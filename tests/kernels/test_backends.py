@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import structured
 import torch
 from chosen import prefer
 
 from rtopk import RTopK, Sparsifier, kernels
 from rtopk.kernels import cpu, draws, plain
+from rtopk.kernels.search import Search
 from rtopk.seed import generator
 
 
@@ -88,3 +91,29 @@ def test_a_scan_finds_what_is_not_finite(name, place, bad, monkeypatch):
         with pytest.raises(kernels.NotFiniteError, match=f"at index {place} of 3000") as caught:
             scan_and_pick(vector, search)
         assert caught.value.index == place
+
+
+@pytest.mark.parametrize("family", structured.FAMILIES, ids=lambda f: f.__name__)
+def test_plain_torch_on_a_card_is_exact_whatever_the_guess(family, monkeypatch):
+    """Room for as many as it takes instead of a wait, and a look at all blocks if the guess was bad."""
+    monkeypatch.setattr(plain, "late", lambda vector: True)
+    monkeypatch.setattr(plain, "BLOCK", 300)
+    rng = np.random.default_rng(5)
+    for d in (1, 300, 2000):
+        _, values = structured.vector(rng, d, family)
+        vector = torch.from_numpy(values)
+        for r in {1, max(1, d // 20), d}:
+            expected = structured.exact(values, r)
+            rth = float(np.abs(values[expected]).min())
+            for floor in (rth, rth * 1.5 + 1.0, 0.0):
+                picked = plain.pick(plain.scan(vector, Search(floor, r)), r, draws.every_bit(r), r)
+                assert np.array_equal(picked.positions.numpy(), expected)
+                assert np.array_equal(picked.here[1].numpy().view(np.int32), values[expected].view(np.int32))
+                assert picked.magnitude == rth
+            values[-1] = np.nan
+            for floor in (1e30, 0.0):
+                found = plain.scan(vector, Search(floor, r))
+                found.refuse = lambda: pytest.fail("refused", pytrace=False)
+                with pytest.raises(pytest.fail.Exception, match="refused"):
+                    plain.pick(found, r, draws.every_bit(r), r)
+            values[-1] = 0.0

@@ -27,7 +27,8 @@ from rtopk.kernels import cpu, device, draws, plain
 from rtopk.kernels.search import Search
 from rtopk.seed import generator
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+programs, tl = device._programs(), triton.language
 
 BLOCK = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -120,7 +121,7 @@ def test_ties_go_to_the_lower_index_across_blocks():
 
 
 ways = st.sampled_from(["plain", "momentum", "scaled momentum", "decay"])
-entries = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 0.1, 65504.0, 2.5e-7]) | st.floats(
+entries = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 2e-39, 0.1, 65504.0, 2.5e-7]) | st.floats(
     width=16, allow_nan=False, allow_infinity=False
 )
 
@@ -158,6 +159,81 @@ def test_sums_and_candidates_have_the_bits_of_the_loops(d, way, dtype, some, dat
     assert expected is None or (
         same(expected.positions, picked.positions) and same(expected.values, picked.values)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_every_number_of_half_precision_is_widened_exactly(dtype):
+    """All 65,536, subnormals of both signs among them; Triton's interpreter widens those of bfloat16 wrongly."""
+    gradient = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    gradient = gradient[gradient.isfinite()]
+    residual = torch.full((gradient.numel(),), -0.0)
+    device.accumulate_(residual, gradient, None, None, 0.0, 1.0, 1.0)
+    assert same(residual, gradient.float())
+
+
+parts = st.lists(st.integers(0, 3 * BLOCK), min_size=1, max_size=6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(parts, st.sampled_from(DTYPES), st.randoms(use_true_random=False), st.data())
+def test_parts_in_any_order_are_added_and_searched_in_one_pass(sizes, dtype, random, data):
+    """As the hook puts them: ends anywhere in a block, gradients in the memory order of their parameters."""
+    d = sum(sizes) or sizes.append(5) or 5
+    rng = np.random.default_rng(d)
+    residual, gradient = (torch.from_numpy(structured.vector(rng, d)[1].clip(-1e4, 1e4)) for _ in range(2))
+    gradient = gradient.to(dtype)
+    size = data.draw(st.integers(1, d))
+    r = data.draw(st.integers(1, size))
+    search = Search(float(residual[:size].abs().median()), r, size)
+    whole = device.noting(residual, search)
+    expected = residual + gradient
+    whole.sweep(expected, expected)
+    memory = ErrorFeedback()
+    memory.load_state_dict({"residual": residual})
+    memory.snapshot()
+    memory.expect(search)
+    notes, ends = memory._notes, np.cumsum(sizes)
+    for size, end in random.sample(list(zip(sizes, ends, strict=True)), len(sizes)):
+        part = gradient[end - size : end]
+        memory.put(int(end - size), part.view(2, -1).T.clone().T if size and size % 2 == 0 else part)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(device, "_launch", lambda *_: pytest.fail("another pass"))
+        found = memory.add(None, search), search.found
+    assert same(found[0], expected)
+    assert all(same(a, b) for a, b in zip(notes.words, whole.words, strict=True))  # bits, counts, largest key
+    if r <= search.found.count():
+        picked = device.pick(search.found, r, draws.every_bit(r), r)
+        assert np.array_equal(picked.positions.numpy(), structured.exact(expected[: search.size].numpy(), r))
+
+
+@pytest.mark.parametrize("way", ["another floor", "another size", "a part is missing"])
+def test_notes_that_do_not_fit_are_not_used(way):
+    """A schedule may have changed its mind, or a memory have written parts by itself."""
+    memory, gradient = ErrorFeedback(), torch.arange(300.0)
+    memory.add(torch.zeros(300))
+    memory.snapshot()
+    memory.expect(Search(7.0, 5, 200))
+    memory.put(0, gradient[:150])
+    if way == "a part is missing":
+        memory._sums[150:] = gradient[150:]
+    else:
+        memory.put(150, gradient[150:])
+    search = Search(9.0 if way == "another floor" else 7.0, 5, 250 if way == "another size" else 200)
+    memory.add(None, search)
+    assert len(search.found) == search.size - search.floor
+
+
+@triton.jit
+def within(out, limit, start):
+    tl.store(out, programs._within(limit, start, 4096))
+
+
+def test_blocks_far_beyond_a_limit():
+    """Differences of positions need 64 bits: a vector may have more than 2**31 entries."""
+    out = torch.full((1,), -1, dtype=torch.int32)
+    for limit, start, expected in [(0, 3 * 2**30, 0), (2**40, 5, 4096), (4100, 4096, 4), (5, 5, 0)]:
+        within[(1,)](out, limit, start)
+        assert out.item() == expected
 
 
 def test_each_operation_is_rounded():

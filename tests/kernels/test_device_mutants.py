@@ -41,6 +41,18 @@ def sums():
         assert torch.equal(residual, total + gradient)
 
 
+def in_parts():
+    """Parts end within a block, and within a word of bits."""
+    residual, gradient = torch.full((300,), 0.5), torch.arange(300.0)
+    search, total = Search(40.0, 5, 290), torch.empty(300)
+    notes = device.noting(residual, search)
+    for begin, end in ((150, 300), (0, 35), (35, 150)):
+        notes.sweep(total, residual, torch.cat([gradient[begin:end], torch.full((300,), -1.0)]), begin, end)
+    assert torch.equal(total, residual + gradient)
+    picked = device.pick(notes.found(total, search), 250, draws.every_bit(250), 250)
+    assert picked.positions.tolist() == list(range(40, 290))
+
+
 def subtraction():
     vector = torch.ones(300)
     device.subtract_(vector, torch.tensor([7, 299]), torch.tensor([0.5, 3.0]), 1.0)
@@ -72,7 +84,10 @@ MUTANTS = {  # what is replaced, by what, and who must see it
     "earlier blocks are forgotten": ("positions + before + at", "positions + at", selection),
     "the scale is forgotten": ("speed * keep + fresh * scale", "speed * keep + fresh", sums),
     "the decay is forgotten": ("total = total * keep", "total = total", sums),
-    "the sum is not stored": ("tl.store(vector + start + lanes, total, mask=inside)", "pass", sums),
+    "the sum is not stored": ("tl.store(sums + start + lanes, total, mask=inside)", "pass", sums),
+    "a part begins with its block": ("(lanes >= _within(begin, start, BLOCK)) & ", "", in_parts),
+    "a part's gradient is that of the vector": ("gradient + (start - begin) + lanes", "gradient + start + lanes", in_parts),
+    "the part before is forgotten": ('tl.atomic_or(there, words, sem="relaxed")', "tl.store(there, words)", in_parts),
     "what was sent is added": ("held - taken", "held + taken", subtraction),
     "the last entry of the list": ("lanes < number", "lanes < number - 1", subtraction),
     "the largest key is not kept": ("tl.max(keys, 0).to(tl.int64)", "tl.min(keys, 0).to(tl.int64)", refusal),
@@ -92,7 +107,7 @@ def check(name, folder):
     spec.loader.exec_module(mutant)
     device._programs = lambda: mutant
     with kernels.preferring("triton"):
-        for each in [seen_by] if seen_by else [selection, sums, subtraction, refusal]:
+        for each in [seen_by] if seen_by else [selection, sums, in_parts, subtraction, refusal]:
             each()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rtopk.ddp.refusals import refuse_join, trainable
+from rtopk.kernels.host import promise
 from rtopk.replicas import state
 from rtopk.replicas.gradients import mean_in
 from rtopk.replicas.options import Options
@@ -73,8 +74,7 @@ def take(state: State, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]
     """Collect a bucket's gradients, send what is ready, and end the round at the last bucket."""
     this = state.begin() if bucket.index() == 0 or state.round is None else state.round
     buffer: Tensor = bucket.buffer()
-    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future = promise(buffer)
     state.buckets.append((future, buffer))
     views = _views(state, bucket.parameters(), buffer)
     state.gradients.update(views)

@@ -66,6 +66,10 @@ class Backend(Protocol):
         """Write the sum of a residual and a gradient to another vector."""
 
     @property
+    def noting(self) -> Callable[[Tensor, Search], Any]:
+        """Return what to note the candidates of a sum in while it is added part by part; None: nothing."""
+
+    @property
     def scan(self) -> Callable[[Tensor, Search], Candidates]:
         """Note the candidates of a vector; NaN and Inf are among them."""
 
@@ -183,22 +187,34 @@ def accumulate_(
         search.found = found
 
 
-def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
-    """Write residual + gradient to `out`; the gradient may have any shape."""
-    if gradient.is_contiguous():
-        gradient = gradient.view(-1)
-        backend(out, residual, gradient).add_to(out, residual, gradient)
+def noting(vector: Tensor, search: Search | None) -> Any:
+    """Return the notes for `add_to`, for a search of the sum; None where a scan afterwards takes no longer."""
+    return None if search is None else backend(vector).noting(vector, search)
+
+
+def add_to(out: Tensor, residual: Tensor, gradient: Tensor, begin: int = 0, notes: Any = None) -> None:
+    """Write residual + gradient, which has any shape and begins at `begin`, to `out`; note what `scan` would."""
+    end, shape = begin + gradient.numel(), gradient.shape
+    here, there = residual[begin:end], out[begin:end]
+    if not gradient.is_contiguous():
+        torch.add(here.view(shape), gradient, out=there.view(shape))
+        if notes is not None:
+            notes.sweep(out, out, None, begin, end)
+    elif notes is not None:
+        notes.sweep(out, residual, gradient.view(-1), begin, end)
     else:
-        torch.add(residual.view(gradient.shape), gradient, out=out.view(gradient.shape))
+        gradient = gradient.view(-1)
+        backend(there, here, gradient).add_to(there, here, gradient)
 
 
-def scan(vector: Tensor, search: Search) -> Candidates:
-    """Return the entries at or above a floor, and note them in `search.found`."""
-    search.found = backend(vector).scan(vector, search)
-    return search.found
+def scan(vector: Tensor, search: Search, notes: Any = None) -> Candidates:
+    """Return the entries at or above a floor, and note them in `search.found`; `notes` may have them already."""
+    known = None if notes is None else notes.found(vector, search)
+    search.found = found = backend(vector).scan(vector, search) if known is None else known
+    return found
 
 
-def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
+def scan_finite(vector: Tensor, search: Search | None, name: str, notes: Any = None) -> None:
     """Scan a vector, or only check it; raise ValueError if an entry is not finite.
 
     The search checks the part that it covers: NaN and Inf count as the largest entries. Where to know it would be
@@ -207,7 +223,7 @@ def scan_finite(vector: Tensor, search: Search | None, name: str) -> None:
     if search is None:
         require_finite(vector, name)
         return
-    candidates = scan(vector, search)
+    candidates = scan(vector, search, notes)
     if late(search, vector):
         refuse_late(search, vector, name)
         return

@@ -31,6 +31,8 @@ from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quan
 from rtopk.kernels.threads import INLINE, Cuts, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
+noting = plain.noting
+
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
 SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
 

@@ -71,14 +71,24 @@ def accumulate_(
     decay: float,
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; note the candidates."""
-    return _sweep(residual, search, gradient, velocity, decay if velocity is None else momentum, scale)
+    notes = Notes(residual, search)
+    keep = decay if velocity is None else momentum
+    notes.sweep(residual, residual, gradient, velocity=velocity, keep=keep, scale=scale)
+    return None if search is None else notes.found(residual, search)
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:
     """Note the entries at or above a floor; NaN and Inf are the largest of all."""
-    found = _sweep(vector, search)
+    notes = Notes(vector, search)
+    notes.sweep(vector, vector)
+    found = notes.found(vector, search)
     assert found is not None
     return found
+
+
+def noting(vector: Tensor, search: Search) -> "Notes":
+    """Return what `add_to` notes in while it adds a gradient part by part, so that no pass follows."""
+    return Notes(vector, search)
 
 
 def search_largest(vector: Tensor, r: int) -> Candidates:
@@ -168,7 +178,7 @@ class Marked(Pending):
             histogram, digits = histograms[level * BINS :], {"SHIFT": shift, "BITS": bits}
             _launch("tally", vector, blocks, *source, histogram, *numbers, **digits)
             _launch("narrow", vector, 1, state, histogram, **digits)
-        counts = _words(vector, 2, blocks)
+        counts = vector.new_empty((2, blocks), dtype=torch.int64)  # all written by `count`
         _launch("count", vector, blocks, *source, counts, *numbers, blocks)
         upto = counts.cumsum(1)
         out = vector.new_empty(r, dtype=torch.int64), vector.new_empty(r)
@@ -185,36 +195,52 @@ class Marked(Pending):
         return out
 
 
-def _sweep(
-    vector: Tensor,
-    search: Search | None,
-    gradient: Tensor | None = None,
-    velocity: Tensor | None = None,
-    keep: float = 1.0,
-    scale: float = 1.0,
-) -> Marked | None:
-    """Run the pass over a vector, whole blocks first; return the candidates of a search."""
-    size, blocks = vector.numel(), _blocks(vector.numel())
-    searched = 0 if search is None else size if search.size is None else search.size
-    bound = 0 if search is None else _key(search.floor)
-    # Filled by the programs: each writes its own words, and there is one for every block.
-    noted = 0 if search is None else blocks
-    bits = vector.new_empty(noted * BLOCK // 32, dtype=torch.int32)
-    counts, state = _words(vector, noted), _words(vector, _programs().STATE)
-    options = {
-        "ADDS": gradient is not None,
-        "MOVES": velocity is not None,
-        "DECAYS": velocity is None and keep != 1.0,
-        "SEARCHES": search is not None,
-    }
-    tensors = [vector if given is None else given for given in (gradient, velocity)]
-    for first, number, whole in ((0, size // BLOCK, True), (size // BLOCK, blocks - size // BLOCK, False)):
-        numbers = first, size, searched, bound, keep, scale
-        arguments = vector, *tensors, bits, counts, state, *numbers
-        _launch("sweep", vector, number, *arguments, WHOLE=whole, **options)
-    if search is None:
-        return None
-    return Marked(vector[:searched], search.floor, search.wanted, (bits, counts.cumsum(0), state))
+class Notes:
+    """What the pass notes of a vector for a search, at once or part by part: a bit for each entry that reaches the
+    floor, their number in each block, and the largest key.
+    """
+
+    def __init__(self, vector: Tensor, search: Search | None) -> None:
+        self.floor, self.size = (-1.0, 0) if search is None else (search.floor, search.size or vector.numel())
+        self.left = vector.numel()  # entries that have not been looked at
+        blocks = 0 if search is None else _blocks(vector.numel())
+        sizes = [blocks * BLOCK // 64, blocks, _programs().STATE]
+        bits, *rest = torch.split(_words(vector, sum(sizes)), sizes)
+        self.words = bits.view(torch.int32), *rest  # bits, counts, state
+
+    def sweep(
+        self,
+        sums: Tensor,
+        vector: Tensor,
+        gradient: Tensor | None = None,
+        begin: int = 0,
+        end: int | None = None,
+        velocity: Tensor | None = None,
+        keep: float = 1.0,
+        scale: float = 1.0,
+    ) -> None:
+        """Run the pass over a part of a vector; every part of it is looked at once."""
+        end = vector.numel() if end is None else end
+        options = {
+            "ADDS": gradient is not None,
+            "MOVES": velocity is not None,
+            "DECAYS": velocity is None and keep != 1.0,
+            "SEARCHES": self.floor >= 0.0,
+        }
+        tensors = [vector if given is None else given for given in (gradient, velocity)]
+        first = begin // BLOCK
+        numbers = first, begin, end, self.size, _key(max(0.0, self.floor)), keep, scale
+        _launch(
+            "sweep", vector, _blocks(end) - first, sums, vector, *tensors, *self.words, *numbers, **options
+        )
+        self.left -= end - begin
+
+    def found(self, vector: Tensor, search: Search) -> Marked | None:
+        """Return the candidates in the vector; None if they are another search's, or parts are missing."""
+        if self.left or (self.floor, self.size) != (search.floor, search.size or vector.numel()):
+            return None
+        bits, counts, state = self.words
+        return Marked(vector[: self.size], search.floor, search.wanted, (bits, counts.cumsum(0), state))
 
 
 def _launch(name: str, like: Tensor, programs: int, *arguments: Any, **options: Any) -> None:
@@ -232,9 +258,9 @@ def _blocks(size: int) -> int:
     return max(1, -(-size // BLOCK))
 
 
-def _words(like: Tensor, *shape: int) -> Tensor:
+def _words(like: Tensor, number: int) -> Tensor:
     """Return integers on the device of a tensor, all zero."""
-    return torch.zeros(shape, dtype=torch.int64, device=like.device)
+    return torch.zeros(number, dtype=torch.int64, device=like.device)
 
 
 @functools.lru_cache(1024)  # mostly the same few limits

@@ -16,8 +16,8 @@ from torch import Tensor
 def fetch(*tensors: Tensor) -> list[Tensor]:
     """Return tensors of one device in host memory; those that are there already as they are.
 
-    Copies of one stream finish in order, so only the last one waits. The others go to pinned memory (torch takes it
-    for such a copy) while the device is still at work.
+    Copies of one stream finish in order, so only the last one waits. All go to pinned memory: torch takes it for
+    those that do not wait, while the device is still at work.
     """
     here = [tensor.detach() for tensor in tensors]
     away = [place for place, tensor in enumerate(here) if not tensor.is_cpu]
@@ -26,8 +26,11 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
             "the host must know what was selected, so a step cannot be captured in a CUDA graph; capture forward "
             "and backward under model.no_sync(), or train without graphs"
         )
-    for place in away:
-        here[place] = here[place].to("cpu", non_blocking=place != away[-1])
+    for place in away[:-1]:
+        here[place] = begin_fetch(here[place])
+    for place in away[-1:]:
+        last = here[place]
+        here[place] = torch.empty(last.shape, dtype=last.dtype, pin_memory=last.is_cuda).copy_(last)
     return here
 
 
@@ -71,6 +74,12 @@ def _stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
+def promise(tensor: Tensor) -> "torch.futures.Future[Tensor]":
+    """Return a Future of a tensor: whoever waits for one on a card waits in their stream."""
+    devices: list[int | str | torch.device] | None = [tensor.device] if tensor.is_cuda else None
+    return torch.futures.Future(devices=devices)
+
+
 class Streams:
     """The streams that a round's work was queued in: autograd calls hooks in those of the forward pass."""
 
@@ -78,9 +87,9 @@ class Streams:
         self._seen: dict[torch.cuda.Stream, None] = {}
 
     def note(self, device: torch.device) -> None:
-        """Note the current stream."""
-        if device.type == "cuda":
-            self._seen[torch.cuda.current_stream(device)] = None
+        """Note the current stream; a new one waits for what the others have begun, such as memory set to zero."""
+        if device.type == "cuda" and torch.cuda.current_stream(device) not in self._seen:
+            self.join(device)
 
     def join(self, device: torch.device) -> None:
         """Let the current stream wait for the work in all others that were noted."""

@@ -1,9 +1,10 @@
 """Plain torch, for every device and dtype: the same search without a wait, as long as the guess is good.
 
 Entries that reach the floor are marked, and as many as there is room for are collected; the host learns only with
-the selection itself how many there were. If they were too few, or did not fit, a streaming search follows: entries
-that reach a bound are collected in blocks; when there are more than enough, only the largest are kept and the bound
-rises. No sort or topk ever sees more than a block plus twice r entries. The result is exactly the same set.
+the selection itself how many there were. If they were too few, or did not fit, all entries are looked at, block by
+block, and the largest so far are kept: one more wait. Where nothing waits (on a CPU), a streaming search collects
+what reaches a bound, which rises when there are more than enough. No sort or topk ever sees more than a block plus
+twice r entries. The result is exactly the same set.
 """
 
 import functools
@@ -74,6 +75,10 @@ def accumulate_(  # the signature is that of every backend
 def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
     """Write residual + gradient to `out`."""
     torch.add(residual, gradient, out=out)
+
+
+def noting(vector: Tensor, search: Search) -> None:
+    """Return None: candidates are noted in a pass of its own."""
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:
@@ -149,7 +154,7 @@ def search_largest(vector: Tensor, r: int) -> Candidates:
 def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
     """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`.
 
-    On CUDA that is one wait, if the guess was good: not fewer than r candidates, and not far more.
+    On CUDA that is one wait, if the guess was good: not fewer than r candidates, and not far more. Else it is two.
     """
     if isinstance(candidates, Reached):
         vector, room = candidates.vector, room_for(r, candidates.vector.numel())
@@ -157,22 +162,19 @@ def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
         number = candidates.marks.sum()
         picked, told = _picked(places, vector[places], number.clamp(max=room), r, words, k)
         count, finite, magnitude, *here = fetch(number, candidates.finite(told[0]), told[1], *picked)
-        if r <= int(count) <= room:
-            candidates.arrive(int(count), bool(finite))
-            return Picked(*picked, float(magnitude), (here[0], here[1]))
-        if candidates.refuse is not None:
-            candidates.refuse()  # it looks at the whole vector
-        candidates.arrive(int(count), True)
-        candidates = streamed(vector, candidates.floor if int(count) >= r else 0.0, r)
+        if not r <= int(count) <= room:
+            picked, told = _picked(*_best(vector, r), r, r, words, k)
+            finite, magnitude, *here = fetch(candidates.finite(told[0]), told[1], *picked)
+        candidates.arrive(int(count), bool(finite))
+        return Picked(*picked, float(magnitude), (here[0], here[1]))
     positions, values = (torch.cat(column) for column in zip(*candidates.parts, strict=True))
-    number = torch.full((), values.numel(), device=values.device)
-    picked, told = _picked(positions.to(torch.int64), values, number, r, words, k)
+    picked, told = _picked(positions.to(torch.int64), values, values.numel(), r, words, k)
     magnitude, *here = fetch(told[1], *picked)
     return Picked(*picked, float(magnitude), (here[0], here[1]))
 
 
 def _picked(
-    positions: Tensor, values: Tensor, number: Tensor, r: int, words: Any, k: int
+    positions: Tensor, values: Tensor, number: Tensor | int, r: int, words: Any, k: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the drawn ones of the r largest of the first `number`; also the r largest, and the r-th magnitude."""
     best = _largest_of(values, r, number)
@@ -180,6 +182,19 @@ def _picked(
     if k < r:  # drawn while a device is at work
         best = best[send(draws.set_bits(words() if callable(words) else words, k), values.device)]
     return (positions[best], values[best]), (largest, _magnitude(largest).min())
+
+
+def _best(vector: Tensor, r: int) -> tuple[Tensor, Tensor]:
+    """Return positions and values of the r largest, without a wait: the best so far, a block at a time."""
+    positions, values = vector.new_empty(0, dtype=torch.int64), vector.new_empty(0)
+    for begin in range(0, vector.numel(), step := max(BLOCK, 2 * r)):
+        block = vector[begin : begin + step]
+        here = torch.arange(begin, begin + block.numel(), device=vector.device)
+        positions, values = torch.cat([positions, here]), torch.cat([values, block])
+        if values.numel() > r:
+            best = _largest_of(values, r, values.numel())
+            positions, values = positions[best], values[best]
+    return positions, values
 
 
 def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:

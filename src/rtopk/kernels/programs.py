@@ -33,12 +33,15 @@ def _keys(values):
 
 @triton.jit
 def _within(limit, start, BLOCK: tl.constexpr):
-    """Return how many entries of a block that begins at `start` lie below a limit; may be negative."""
-    return tl.minimum(limit - start, BLOCK).to(tl.int32)
+    """Return how many entries of a block that begins at `start` lie below a limit: 0 to BLOCK."""
+    return tl.maximum(tl.minimum(limit - start, BLOCK), 0).to(
+        tl.int32
+    )  # bounded first: 32 bits may be too few
 
 
-@triton.jit(do_not_specialize=["first", "size", "searched", "bound"])
+@triton.jit(do_not_specialize=["first", "end", "searched", "bound"])
 def sweep(
+    sums,
     vector,
     gradient,
     velocity,
@@ -46,7 +49,8 @@ def sweep(
     counts,
     state,
     first,
-    size,
+    begin,
+    end,
     searched,
     bound,
     keep,
@@ -55,28 +59,52 @@ def sweep(
     MOVES: tl.constexpr,
     DECAYS: tl.constexpr,
     SEARCHES: tl.constexpr,
-    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Accumulate a block and note which of its sums reach the bound: one pass over memory.
+    """Accumulate a block of the part [begin, end) and note which sums reach the bound: one pass over memory.
 
-    The vector becomes vector + gradient (ADDS); with MOVES, the velocity becomes keep * velocity + scale * gradient
-    and is added instead; with DECAYS, the vector is multiplied by `keep` first. Without ADDS it is only read. With
-    SEARCHES, bit i of the block is set if entry i, among the first `searched`, reaches the bound.
+    `sums`, which may be the vector, gets vector + gradient (ADDS; the gradient begins at `begin`); with MOVES, the
+    velocity becomes keep * velocity + scale * gradient and is added instead; with DECAYS, the vector is multiplied
+    by `keep` first. Without ADDS the vector is only read. With SEARCHES, bit i of the block is set if entry i,
+    among the first `searched` of the vector, reaches the bound.
 
-    Who writes where: program p reads and writes entries [p * BLOCK, (p + 1) * BLOCK) of vector and velocity, words
-    [p * BLOCK / 32, (p + 1) * BLOCK / 32) of bits and word p of counts, and no other program touches these. The one
-    shared word is PEAK, a maximum.
+    Who writes where: program p has block p + first. It alone reads and writes the block's entries that lie in the
+    part, in sums, vector and velocity, and parts do not overlap. The block's words of bits and counts are its own
+    too, unless it is cut by an end of the part; then a program of the part beside it may write them, so bits are
+    set and counts added atomically, from zero. PEAK is shared, a maximum. None depends on the order.
     """
-    block = tl.program_id(0) + first
-    start = block.to(tl.int64) * BLOCK
-    lanes = tl.arange(0, BLOCK)
+    start = (tl.program_id(0) + first).to(tl.int64) * BLOCK
     # A whole block needs no mask, and its loads are as wide as the machine allows.
-    inside = None if WHOLE else lanes < _within(size, start, BLOCK)
+    if (start >= begin) & (start + BLOCK <= end):
+        _sweep(
+            sums, vector, gradient, velocity, bits, counts, state, start, begin, end, searched, bound, keep, scale,
+            ADDS, MOVES, DECAYS, SEARCHES, True, BLOCK,
+        )  # fmt: skip
+    else:
+        _sweep(
+            sums, vector, gradient, velocity, bits, counts, state, start, begin, end, searched, bound, keep, scale,
+            ADDS, MOVES, DECAYS, SEARCHES, False, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sweep(
+    sums, vector, gradient, velocity, bits, counts, state, start, begin, end, searched, bound, keep, scale,
+    ADDS: tl.constexpr, MOVES: tl.constexpr, DECAYS: tl.constexpr, SEARCHES: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do what `sweep` does to the block that begins at `start`; WHOLE: all of it lies in the part."""
+    lanes = tl.arange(0, BLOCK)
+    inside = None if WHOLE else (lanes >= _within(begin, start, BLOCK)) & (lanes < _within(end, start, BLOCK))
     total = tl.load(vector + start + lanes, mask=inside, other=None if WHOLE else 0.0)
     if ADDS:
-        # Widened after the load: the interpreter keeps bfloat16 as raw bits.
-        fresh = tl.load(gradient + start + lanes, mask=inside, other=None if WHOLE else 0.0).to(tl.float32)
+        given = tl.load(gradient + (start - begin) + lanes, mask=inside, other=None if WHOLE else 0.0)
+        if (
+            given.dtype == tl.bfloat16
+        ):  # the upper half of an fp32; the interpreter's own way loses subnormals
+            fresh = (given.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        else:
+            fresh = given.to(tl.float32)
         if MOVES:
             speed = tl.load(velocity + start + lanes, mask=inside, other=None if WHOLE else 0.0)
             fresh = speed * keep + fresh * scale
@@ -84,18 +112,24 @@ def sweep(
         if DECAYS:
             total = total * keep
         total = total + fresh
-        tl.store(vector + start + lanes, total, mask=inside)
+        tl.store(sums + start + lanes, total, mask=inside)
     if SEARCHES:
         keys = _keys(total)
+        reached = (keys >= bound) & (lanes < _within(searched, start, BLOCK))
         if not WHOLE:
-            keys = tl.where(inside, keys, 0)
-        reached = ((keys >= bound) & (lanes < _within(searched, start, BLOCK))).to(tl.int32)
-        tl.store(counts + block, tl.sum(reached, 0).to(tl.int64))
+            keys, reached = tl.where(inside, keys, 0), reached & inside
         tl.atomic_max(state + PEAK, tl.max(keys, 0).to(tl.int64), sem="relaxed")
+        number = tl.sum(reached.to(tl.int64), 0)
         WORDS: tl.constexpr = BLOCK // 32
-        spread = tl.reshape(reached, (WORDS, 32)) << tl.arange(0, 32)[None, :]
+        spread = tl.reshape(reached.to(tl.int32), (WORDS, 32)) << tl.arange(0, 32)[None, :]
         words = tl.sum(spread, 1)  # of distinct powers of two
-        tl.store(bits + block.to(tl.int64) * WORDS + tl.arange(0, WORDS), words)
+        here, there = counts + start // BLOCK, bits + start // 32 + tl.arange(0, WORDS)
+        if WHOLE:
+            tl.store(here, number)
+            tl.store(there, words)
+        else:
+            tl.atomic_add(here, number, sem="relaxed")
+            tl.atomic_or(there, words, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["room"])

@@ -68,6 +68,11 @@ class Group:
         if self._in_parts:
             self._before = snapshot_of(self.sparsifier.memory)
 
+    def expect(self, step: int) -> None:
+        """Tell a memory that gets each gradient as it arrives what this step looks for; the density is known."""
+        if self._in_parts:
+            self.sparsifier.expect(step)
+
     def put(self, name: str, gradient: Tensor) -> None:
         """Take the gradient of a tensor; it must not change until `compress`."""
         begin, end = self.bounds[name]

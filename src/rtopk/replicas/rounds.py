@@ -57,12 +57,15 @@ class Round:
         )
         self.selection_seconds = self.exchange_seconds = 0.0
         self.device, self.streams = state.device, Streams()
+        self.streams.note(self.device)
         plain = self.scale == 1.0 and not state.may_be_idle and state.options.clip_norm is None
         density, status = 0.0, control.FINE
         try:
             for group in state.groups:
                 group.begin(plain)
             density = state.ask()
+            for group in state.groups:
+                group.expect(state.step)
         except Exception as error:
             self.failure, status = error, control.FAILED
         if not state.settled:

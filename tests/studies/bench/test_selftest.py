@@ -61,11 +61,29 @@ def test_sums_that_differ_on_the_device_are_seen(monkeypatch):
         selftest.accumulate_alike(torch.device("cpu"))
 
 
-def test_a_card_that_is_not_there():
+@pytest.mark.parametrize("name", ["cuda", "cuda:7", "meta", "gpu"])
+def test_a_card_that_is_not_there(name):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    done = CliRunner().invoke(app, ["selftest", "--device", "cuda"])
-    assert "sees no card here; use --device cpu" in str(done.exception)
+    done = CliRunner().invoke(app, ["selftest", "--device", name])
+    assert f"--device {name}: torch {torch.__version__} sees no card here; use cpu" in str(done.exception)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(selftest, "run", None)
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--out", str(tmp_path / "file")])
+    assert isinstance(done.exception, FileExistsError)
+
+
+def test_what_goes_wrong_in_a_measurement_is_one_row(alone, monkeypatch):
+    def broken(device, d, repetitions):
+        raise RuntimeError("no\n| room |")
+
+    monkeypatch.setattr(selftest, "measure", broken)
+    report = selftest.run(torch.device("cpu"), selftest.SMALL)
+    assert report.times == [{"entries": 2000, "method": "RuntimeError: no\n| room |"}]
+    assert "| 2,000 | RuntimeError: no / room / |  |  |" in selftest.markdown(report)
 
 
 @pytest.mark.slow

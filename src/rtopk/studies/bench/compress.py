@@ -92,6 +92,7 @@ class Hook(Fused):
         if self.memory.residual is None:
             self.node.compress(gradient, step)
         else:
+            self.node.expect(step)
             self.memory.put(0, gradient)
             self.node.compress(None, step)
 

@@ -5,7 +5,9 @@ The reference is the compiled loops on the CPU, and for selection a stable sort.
 CPU: the checks are the same, and RTOPK_BACKEND chooses what is compared with the loops.
 """
 
+import itertools
 import math
+import os
 import platform
 import statistics
 import time
@@ -25,6 +27,7 @@ from rtopk import kernels
 from rtopk.codec import Codec
 from rtopk.kernels import draws
 from rtopk.kernels.search import Search
+from rtopk.layout import Layout
 from rtopk.memory import DecayedErrorFeedback, ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from rtopk.seed import generator
 from rtopk.select import RTopK
@@ -36,6 +39,7 @@ Tell = Callable[[str], None]
 MEMORIES: dict[str, Callable[[], Memory]] = {
     "none": NoMemory,
     "error feedback": ErrorFeedback,
+    "error feedback, in parts": ErrorFeedback,
     "momentum correction": MomentumCorrection,
     "decay": DecayedErrorFeedback,
 }
@@ -123,8 +127,8 @@ def run(
         tell(f"measuring a step of {d:,} entries")
         try:
             report.times += measure(device, d, plan.repetitions)
-        except torch.OutOfMemoryError as error:
-            report.times.append({"entries": d, "method": str(error).splitlines()[0]})
+        except Exception as error:  # out of memory, for one: the rest is worth sending
+            report.times.append({"entries": d, "method": f"{type(error).__name__}: {error}"})
     return report
 
 
@@ -136,6 +140,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
         "triton": _version("triton"),
         "python": platform.python_version(),
         "system": platform.platform(),
+        "processors": f"{os.cpu_count()}, load {os.getloadavg()[0]:.1f}",
         "device": str(device),
         "backend": _backend(device),
     }
@@ -231,13 +236,13 @@ def step_alike(device: torch.device, plan: SelftestPlan) -> str:
     compared = 0
     for name, make in MEMORIES.items():
         for form in FORMS if name == "error feedback" else FORMS[:1]:
-            nodes = [Sparsifier(RTopK(r_over_k=FACTOR), 0.02, make(), Codec(form)) for _ in range(2)]
+            nodes = [_node(plan.entries, make(), form) for _ in range(2)]
             for step in range(plan.steps):
                 rng = generator("step", step)
                 gradient = torch.randn(plan.entries, generator=rng) ** 3 * 10.0 ** (step % 4)
                 with kernels.preferring("cpu"):
                     expected = nodes[0].compress(gradient, step)
-                got = nodes[1].compress(gradient.to(device), step)
+                got = _step(nodes[1], gradient.to(device), step, "parts" in name)
                 _same(got, expected, f"payload of {name}, {form}, step {step}")
                 compared += 1
             kept = [node.memory.state_dict() for node in nodes]
@@ -246,6 +251,23 @@ def step_alike(device: torch.device, plan: SelftestPlan) -> str:
     return (
         f"{compared} payloads of {plan.entries:,} entries, and the memories after them, have the CPU's bits"
     )
+
+
+def _node(d: int, memory: Memory, form: str = "fp32") -> Sparsifier:
+    layout = Layout(("gradient",), ((d,),), dense_size=0)
+    return Sparsifier(RTopK(r_over_k=FACTOR), 0.02, memory, Codec(form), layout=layout)
+
+
+def _step(node: Sparsifier, gradient: Tensor, step: int, in_parts: bool) -> Tensor:
+    """Return the payload of a gradient, given whole or, from the second on, as the hook does: part by part."""
+    if not in_parts or step == 0:
+        return node.compress(gradient, step)
+    node.memory.snapshot()  # type: ignore[attr-defined]
+    node.expect(step)
+    cuts = 0, gradient.numel() // 7, gradient.numel() // 2, gradient.numel()
+    for begin, end in reversed([*itertools.pairwise(cuts)]):
+        node.memory.put(begin, gradient[begin:end])  # type: ignore[attr-defined]
+    return node.compress(None, step)
 
 
 def refuse(device: torch.device) -> str:
@@ -273,23 +295,26 @@ def refuse(device: torch.device) -> str:
 
 
 def count_waits(device: torch.device, plan: SelftestPlan) -> str:
-    """Count what torch calls synchronising in a step of a node: two, of which one checks the gradient."""
+    """Count what torch calls synchronising in a step: one, and one more to check a whole gradient first."""
     if device.type != "cuda":
         return "only a card is waited for"
-    node, seen = Sparsifier(RTopK(r_over_k=FACTOR), 0.02), []
-    for step in range(plan.steps):
-        gradient = torch.randn(plan.entries, generator=generator("waits", step)).to(device)
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                node.compress(gradient, step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        seen.append(sum("synchroniz" in str(one.message) for one in caught))
-    if max(seen[2:]) > 2:
-        raise AssertionError(f"steps wait {seen} times; from the third on, two were expected at the most")
-    return f"steps wait {seen} times"
+    said = []
+    for most, in_parts in ((1, True), (2, False)):
+        node, seen = _node(plan.entries, ErrorFeedback()), []
+        for step in range(plan.steps):
+            gradient = torch.randn(plan.entries, generator=generator("waits", step)).to(device)
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    _step(node, gradient, step, in_parts)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            seen.append(sum("synchroniz" in str(one.message) for one in caught))
+        said.append(f"{seen} times with a gradient {'in parts' if in_parts else 'as a whole'}")
+        if max(seen[2:]) > most:
+            raise AssertionError(f"steps wait {said[-1]}; from the third on, at most {most} expected")
+    return f"steps wait {', '.join(said)}"
 
 
 def measure(device: torch.device, d: int, repetitions: int, density: float = 0.001) -> list[dict[str, Any]]:
@@ -340,11 +365,16 @@ def markdown(report: SelftestReport) -> str:
     lines += [f"- {key}: {value}" for key, value in report.machine.items()]
     lines += ["", "| check | | seconds | |", "| --- | --- | ---: | --- |"]
     lines += [
-        f"| {check.name} | {'passed' if check.passed else 'FAILED'} | {check.seconds:.1f} | {check.detail} |"
+        f"| {check.name} | {'passed' if check.passed else 'FAILED'} | {check.seconds:.1f} | {_cell(check.detail)} |"
         for check in report.checks
     ]
     lines += ["", "| entries | method | ms | of `add_` |", "| ---: | --- | ---: | ---: |"]
     for row in report.times:
         ms, over = (f"{row[key]:.3f}" if key in row else "" for key in ("ms", "over_floor"))
-        lines.append(f"| {row['entries']:,} | {row['method']} | {ms} | {over} |")
+        lines.append(f"| {row['entries']:,} | {_cell(row['method'])} | {ms} | {over} |")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Return a text that fits into a table: an error may have many lines; all are in the JSON."""
+    return " ".join(text.split()).replace("|", "/")[:400]

@@ -5,6 +5,7 @@ The model is one product: the gradient of sum(w * x) is x, exactly, on every dev
 
 import tempfile
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def _rank(rank: int, device: torch.device, backend: str, ranks: int, folder: str
         device = torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    place, patience = f"file://{folder}/store", timedelta(minutes=2)  # a collective that hangs ends the check
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=ranks, timeout=patience)
     ids: Any = [device] if device.type == "cuda" else None
     model = DistributedDataParallel(Products().to(device), device_ids=ids, bucket_cap_mb=0.05)
     ddp.register(model, density=DENSITY, seed=3)

@@ -1,8 +1,9 @@
 """What a step moves through the memory of an accelerator, and how long that takes at the least: a prediction.
 
 Nothing here was run on a GPU. The bytes are counted by hand from the programs (tests/kernels/test_programs.py
-counts those of the pass in its machine code); the time is bytes / bandwidth, plus a launch for every program. A
-card reads memory in sectors, so an entry that is read alone costs `SECTOR` bytes.
+counts those of the pass in its machine code); the time is bytes / bandwidth, plus a launch for every program, copy
+and call of torch that works on the device (tests/test_waits.py counts them). A card reads memory in sectors, so an
+entry that is read alone costs `SECTOR` bytes.
 """
 
 from collections.abc import Iterator
@@ -44,10 +45,12 @@ class Stage:
 
 
 MARKS = 1 / 8  # a bit for every entry
+CHECKS = 4  # launches to find the largest magnitude and compare it
+NOTES = 2 * MARKS  # set to zero, then written
 SELECT = (
     Stage("candidates: read the bits, gather", entry=MARKS, candidate=SECTOR + 8, launches=2),
-    Stage("r-th magnitude: three counts", candidate=12, launches=6),
-    Stage("rank, and take what was drawn", candidate=4 + 8 + 12, sent=2 * SECTOR + 24, launches=5),
+    Stage("r-th magnitude: three counts", candidate=12, launches=9),
+    Stage("rank, take what was drawn, copy it down", candidate=4 + 8 + 12, sent=2 * SECTOR + 36, launches=10),
     Stage("subtract what was sent", sent=12 + 2 * SECTOR),
 )
 SORT = 8 * 2 * 8  # bytes for each entry: eight passes that read and write a position
@@ -57,33 +60,46 @@ MEAN = SORT + 4 * 8 + (12 + 2 * SECTOR) + 8 + (SECTOR + 4) + (12 + SECTOR)
 
 def average_stage(ranks: int) -> "Stage":
     """Return what averaging so many payloads moves, once their entries are on the device."""
-    launches = 2 * ranks + 8 + TENSORS
+    launches = 2 * ranks + 13 + TENSORS
     return Stage("average what arrived, write it", sent=ranks * MEAN, launches=launches)
 
+
+REST = (
+    Stage("add the tensors that are sent in full", launches=4),
+    Stage("clear the gradient", entry=4),
+    average_stage(RANKS),
+)
 
 STEPS: dict[str, tuple[Stage, ...]] = {
     "residual.add_(gradient)": (Stage("read two, write one", entry=12),),
     "compress, fp32 gradient": (
-        Stage("check the gradient", entry=4, launches=2),
-        Stage("accumulate and mark", entry=12 + MARKS),
+        Stage("check the gradient", entry=4, launches=CHECKS),
+        Stage("accumulate and mark", entry=12 + NOTES, launches=2),
         *SELECT,
     ),
     "compress, bf16 gradient": (
-        Stage("check the gradient", entry=2, launches=2),
-        Stage("accumulate and mark", entry=10 + MARKS),
+        Stage("check the gradient", entry=2, launches=CHECKS),
+        Stage("accumulate and mark", entry=10 + NOTES, launches=2),
         *SELECT,
     ),
     "compress, momentum correction": (
-        Stage("check the gradient", entry=4, launches=2),
-        Stage("accumulate and mark", entry=20 + MARKS),
+        Stage("check the gradient", entry=4, launches=CHECKS),
+        Stage("accumulate and mark", entry=20 + NOTES, launches=2),
         *SELECT,
+        Stage("clear the velocity of what was sent", sent=8 + SECTOR),
     ),
     "the hook, fp32 gradient": (
-        Stage("put: residual + gradient", entry=12, launches=TENSORS),
-        Stage("mark, and check what is finite", entry=4 + MARKS),
+        Stage("put: accumulate, check and mark", entry=12 + NOTES, launches=1 + TENSORS),
         *SELECT,
-        Stage("clear the gradient", entry=4, launches=2),
-        average_stage(RANKS),
+        *REST,
+    ),
+    "the hook, momentum correction": (
+        Stage("put: join the gradient", entry=8, launches=TENSORS),
+        Stage("copy residual and velocity, to go back", entry=16, launches=2),
+        Stage("accumulate, check and mark", entry=20 + NOTES, launches=2),
+        *SELECT,
+        Stage("clear the velocity of what was sent", sent=8 + SECTOR),
+        *REST,
     ),
 }
 

@@ -22,13 +22,20 @@ def selftest(
     from rtopk.studies.bench import selftest as checks
     from rtopk.tools.show.terminal import errors
 
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch {torch.__version__} sees no card here; use --device cpu")
+    cards = torch.cuda.device_count()
+    known = ["cpu", *(["cuda"] if cards else []), *(f"cuda:{card}" for card in range(cards))]
+    device = device or ("cuda" if cards else "cpu")
+    if device not in known:
+        seen = f"sees {cards} of them" if cards else "sees no card"
+        raise ValueError(
+            f"--device {device}: torch {torch.__version__} {seen} here; use {' or '.join(known)}"
+        )
+    chosen = torch.device(device)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # now, not after two minutes
     report = checks.run(chosen, checks.SMALL if small else None, errors.print)
     page, record = checks.markdown(report), json.dumps(report.as_json(), indent=1)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "selftest.md").write_text(page + "\n")
         (out / "selftest.json").write_text(record + "\n")
     print(record if as_json else page)
