@@ -147,10 +147,11 @@ def advise(
         work = workload(model, step_ms)
     predictions = predict(machine, work, link)
     advice = choose(predictions)
+    paste = f"\nAccuracy is not predicted; docs/index.md has densities to start with\n{advice.line}"
     text = (
         f"{work.size / 1e6:,.1f} M entries, {nodes} nodes, {output.rate(round(mbit, 1))}, "
         f"latency {link.latency_ms:.2g} ms. Parts of: {machine.name}; no GPU was measured\n{advice.reason}"
-        + (f"\n{advice.line}" if advice.line else "")
+        + (paste if advice.line else "")
     )
     data = {
         "mbit": mbit,
