@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-VERSIONS ?= 2.6@3.10 2.9@3.12 2.13@3.11 2.15@3.13  # torch@Python
+VERSIONS ?= 2.6@3.10 2.7@3.11 2.8@3.12 2.9@3.12 2.10@3.13 2.11@3.11 2.12@3.10 2.13@3.11 2.14@3.12 2.15@3.13  # torch@Python
 
 .PHONY: demo test test-slow test-versions lint bench docs format clean
 demo: $(READY)  ## five nodes train on scikit-learn's digits, four methods, both settings

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="See each theorem of the paper happen.", no_args_is_help=True, add_completion=False)
 _DEFAULT = Config()
 
-Out = typer.Option(Path("runs/lab"), help="Folder of the pictures.")
+Out = typer.Option(Path("runs/lab"), file_okay=False, help="Folder of the pictures.")
 Json = typer.Option(False, "--json", help="Print one JSON object instead of tables.")
 Seed = typer.Option(0, help="The same seed repeats every number.")
 

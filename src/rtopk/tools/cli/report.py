@@ -107,7 +107,7 @@ def advise(
         machines.listen(listen)
         return
     if machine_file is not None:
-        machine = Machine.from_json(json.loads(machine_file.read_text()))
+        machine = Machine.from_json(_read(machine_file, "name", "`rtopk advise --measure --keep`"))
     elif measure:
         with errors.status("") as status:
             machine = machines.measure(status.update)
@@ -125,7 +125,7 @@ def advise(
         _say(output.simulated(points), text, output.simulated_json(points), as_json, markdown)
         return
     if against is not None:
-        rows = compare(machine, json.loads(against.read_text())["rows"], cores)
+        rows = compare(machine, _read(against, "rows", "`rtopk bench link --out`")["rows"], cores)
         if picture is not None:
             output.draw_compared(rows, picture)
         text = (
@@ -147,10 +147,11 @@ def advise(
         work = workload(model, step_ms)
     predictions = predict(machine, work, link)
     advice = choose(predictions)
+    paste = f"\nAccuracy is not predicted; docs/index.md has densities to start with\n{advice.line}"
     text = (
         f"{work.size / 1e6:,.1f} M entries, {nodes} nodes, {output.rate(round(mbit, 1))}, "
         f"latency {link.latency_ms:.2g} ms. Parts of: {machine.name}; no GPU was measured\n{advice.reason}"
-        + (f"\n{advice.line}" if advice.line else "")
+        + (paste if advice.line else "")
     )
     data = {
         "mbit": mbit,
@@ -159,6 +160,17 @@ def advise(
         **output.advice_json(predictions, advice),
     }
     _say(output.predictions(predictions), text, data, as_json, markdown)
+
+
+def _read(path: Path, part: str, command: str) -> Any:
+    """Read what a command wrote, which has this part; raise ValueError for anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = {}
+    if part not in found:
+        raise ValueError(f"{path} is not what {command} writes")
+    return found
 
 
 def _say(rows: "Rows", text: str, data: dict[str, Any], as_json: bool, markdown: bool) -> None:
