@@ -86,7 +86,7 @@ MUTANTS = {  # what is replaced, by what, and who must see it
     "the decay is forgotten": ("total = total * keep", "total = total", sums),
     "the sum is not stored": ("tl.store(sums + start + lanes, total, mask=inside)", "pass", sums),
     "a part begins with its block": ("(lanes >= _within(begin, start, BLOCK)) & ", "", in_parts),
-    "a part's gradient is the vector's": ("gradient + (start - begin) + lanes", "gradient + start + lanes", in_parts),
+    "another part's gradient": ("gradient + (start - begin) + lanes", "gradient + start + lanes", in_parts),
     "a part forgets the last": ('tl.atomic_or(there, words, sem="relaxed")', "tl.store(there, words)", in_parts),
     "what was sent is added": ("held - taken", "held + taken", subtraction),
     "the last entry of the list": ("lanes < number", "lanes < number - 1", subtraction),
