@@ -34,6 +34,17 @@ def test_a_selector_may_be_given_by_name_and_anything_else_is_refused_at_once():
             Options(selector=wrong).resolved(4)
 
 
+def test_a_schedule_of_the_owners_is_described_by_its_densities():
+    """An address would differ between the processes, and registration would be refused."""
+    ranks = [Options(exchange="all-reduce", owner_density=lambda step: 0.1).resolved(4) for _ in "ab"]
+    told = [rank.describe()["owner_density"] for rank in ranks]
+    assert told == ["0.1", "0.1"]
+    other = Options(exchange="all-reduce", owner_density=lambda step: 1 / (step + 2)).resolved(4)
+    assert other.describe()["owner_density"] != told[0]
+    with pytest.raises(ValueError, match=r"owner_density must be in \(0, 1\], got 2.0"):
+        Options(exchange="all-reduce", owner_density=lambda step: 2.0).resolved(4).describe()
+
+
 def test_presets_are_the_published_algorithms_and_nothing_else():
     paper = Options(preset="paper").resolved(4)
     assert (paper.selector, paper.mean, paper.preset) == (RTopK(nodes=4), "nodes", None)

@@ -204,6 +204,28 @@ def test_wrong_owner_densities(wrong):
         Loop(2, 100, owner_density=wrong)
     with pytest.raises(ValueError, match="owner_density is for exchange='all-reduce'"):
         Loop(2, 100, owner_density=0.1, name="all-gather")
+    with pytest.raises(ValueError, match=r"owner_density must be in \(0, 1\], got 2.0"):
+        Loop(2, 100, owner_density=lambda step: 2.0).step([torch.ones(100)] * 2, 0)
+    with pytest.raises(ValueError, match="exchange must be one of"):
+        Loop(2, 100, name="ring")
+
+
+@pytest.mark.parametrize("values", ["4bit", "2bit"])
+def test_what_waits_for_an_idle_tensor_stays_as_it_is(values):
+    """Few bits have no zero: what is made of it in a tail that nobody used must not pile up in the residual."""
+    vector, shares, idle = Vector(60, 20, "nodes", None, True, seed=3), Shares(60, 20, 2), [(45, 60)]
+    parts, layout = PartsCodec(Codec(values), shares), Layout(("head", "tail"), ((40,), (20,)), 20)
+    owner = Owner(1, shares, vector, parts, constant(0.1))
+    nodes = [Sparsifier(TopK(), 0.1, ErrorFeedback(), parts, 3, node=node, layout=layout) for node in (0, 1)]
+    gradients = torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
+    for step in range(9):
+        if step == 1:
+            before, gradients[:, 45:] = owner.residual()[45:], 0.0
+            assert before.any()
+        payloads = [node.compress(gradient, step) for node, gradient in zip(nodes, gradients, strict=True)]
+        owner.reduce([parts.parts(payload)[1] for payload in payloads], step, idle if step else [])
+        owner.commit()
+    assert torch.equal(owner.residual()[45:], before)
 
 
 def test_damaged_parts_are_refused():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from rtopk import NoMemory, rtop_k
+from rtopk import Dealt, NoMemory, Threshold, rtop_k
 from rtopk.local import PRESETS, LocalSGD
 from rtopk.local.fragments import cut
 from rtopk.local.outer import SGD, Nesterov, by_name
@@ -118,6 +118,57 @@ def test_state_goes_on(outer):
     train(whole, local, 4, 1)
     train(copy, resumed, 4, 1)
     assert torch.equal(whole.weight, copy.weight)
+
+
+def _without(*path):
+    def change(state):
+        for key in path[:-1]:
+            state = state[key]
+        del state[path[-1]]
+
+    return change
+
+
+def _with(value, *path):
+    def change(state):
+        for key in path[:-1]:
+            state = state[key]
+        state[path[-1]] = value
+
+    return change
+
+
+LAST = ("fragments", 1)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_without("steps"), "state lacks 'steps'"),
+        (_without("fragments", 1), "1 fragments, this has 2"),
+        (_without(*LAST, "round"), r"state lacks \['round'\]"),
+        (_with(torch.zeros(3), *LAST, "common"), r"3 entries \(common\), this fragment has 1"),
+        (_with(torch.zeros(3), *LAST, "sparsifier", "memory", "residual"), "3 entries .residual."),
+        (_with(torch.zeros(3), *LAST, "outer", "velocity"), "3 entries .velocity."),
+        (_with(torch.zeros(3), *LAST, "arrived"), "3 entries .arrived."),
+        (_with(torch.zeros(3), *LAST, "owner_residual"), "3 entries .owner_residual."),
+        (_with(torch.full((1,), torch.nan), *LAST, "common"), "common of the state is not finite"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change, said, fresh):
+    options = {"density": 0.4, "outer": "nesterov", "fragments": 2, "delay": 1}
+    model, other = make(), make()
+    local, target = LocalSGD(model, 4, **options), LocalSGD(other, 4, **options)
+    train(model, local, 11, 0)  # the second fragment is on its way
+    if not fresh:
+        train(other, target, 7, 1)
+    state, before = deepcopy(local.state_dict()), deepcopy(target.state_dict())
+    assert "arrived" in state["fragments"][1]
+    change(state)
+    with pytest.raises(ValueError, match=said):
+        target.load_state_dict(state)
+    assert str(target.state_dict()) == str(before)
 
 
 OUTER = ("sgd", "nesterov", "sparseloco")
@@ -300,6 +351,11 @@ def test_a_model_is_cut_into_parts_of_equal_size():
         ({"fragments": 2, "memory": NoMemory()}, "a memory of its own"),
         ({"fragments": 9}, "fragments must be at most local_steps"),
         ({"mix": 1.0}, "mix must be in"),
+        ({"mean": "median"}, "mean must be one of"),
+        ({"memory": "error-feedback"}, "memory must be a memory"),
+        ({"exchange": "ring"}, "exchange must be one of"),
+        ({"selector": Dealt(3)}, "3"),
+        ({"selector": Threshold(0.1), "delay": 1}, "delay must be 0 with"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):

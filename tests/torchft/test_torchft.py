@@ -107,3 +107,7 @@ def test_what_cannot_work_is_refused():
         rtopk.torchft.Compression(selector=RAgeK(nodes=2))
     with pytest.raises(ValueError, match="density"):
         rtopk.torchft.Compression(density=2.0)
+    with pytest.raises(ValueError, match="mean must be one of"):
+        rtopk.torchft.Compression(mean="median")
+    with pytest.raises(ValueError, match="memory must be a class or a function"):
+        rtopk.torchft.Compression(memory="error-feedback")

@@ -13,7 +13,7 @@ because all decode the same payloads of the owners.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from rtopk.codec import Codec
 from rtopk.exchange.gathered import AllGathered, Gathering
 from rtopk.exchange.reduced import AllReduced, OwnerDensity, Reducing
 from rtopk.exchange.vector import OWNER, Message, Spans, Traffic, Vector
-from rtopk.schedule import Schedule, as_schedule
+from rtopk.schedule import Schedule, check_density
 from rtopk.transport import Transport
 
 __all__ = [
@@ -46,14 +46,16 @@ Exchange = AllGathered | AllReduced
 
 def check_exchange(name: str, owner_density: OwnerDensity | None) -> None:
     """Raise ValueError for options of an exchange that make no sense."""
+    if name not in get_args(ExchangeName):
+        raise ValueError(f"exchange must be one of {get_args(ExchangeName)}, got {name!r}")
     if owner_density is None:
         return
     if name != "all-reduce":
         raise ValueError(f"owner_density is for exchange='all-reduce', got {owner_density!r} with {name!r}")
     if isinstance(owner_density, str) and owner_density != "all":
         raise ValueError(f"owner_density must be in (0, 1], a schedule or 'all', got {owner_density!r}")
-    if not isinstance(owner_density, str):
-        as_schedule(owner_density)
+    if not isinstance(owner_density, str) and not callable(owner_density):
+        check_density(owner_density, "owner_density")
 
 
 def make_exchange(

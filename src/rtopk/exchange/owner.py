@@ -66,7 +66,8 @@ class Owner:
         for part in waiting:
             memory.subtract(part)
         payload = self.sparsifier.compress(mean, step)
-        for part in waiting:
+        for span, part in zip(idle, waiting, strict=False):  # none are waiting without a memory
+            memory.subtract(self._in(span))  # few bits have no zero: what they made of it reaches no model
             give_back(memory, part)
         return self.sparsifier.codec.shorten(payload)
 

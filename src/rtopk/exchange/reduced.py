@@ -14,7 +14,7 @@ from rtopk.codec import HEADER, SHORT, Codec
 from rtopk.exchange.owner import Owner, owners_codec
 from rtopk.exchange.shares import PartsCodec, Shares, bundled, unbundled
 from rtopk.exchange.vector import OWNER, Spans, Traffic, Vector, distributed, returned
-from rtopk.schedule import Schedule, as_schedule
+from rtopk.schedule import Schedule, as_schedule, check_density
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import entries_sent
 from rtopk.transport import Swap, Transport
@@ -41,7 +41,8 @@ class AllReduced:
         self.codec = PartsCodec(codec, self.shares)
         self.density: Schedule | None = None  # None: the owners pass on all that they receive
         if owner_density != "all":
-            self.density = density if owner_density is None else as_schedule(owner_density)
+            given = density if owner_density is None else as_schedule(owner_density)
+            self.density = lambda step: check_density(given(step), "owner_density")
         self.owners = [Owner(n, self.shares, vector, self.codec, self.density) for n in transport.local]
         self._readers = [owners_codec(codec, tail, self.density is not None) for tail in self.shares.tails]
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rtopk import defaults
-from rtopk.aggregate import Mean
+from rtopk.aggregate import Mean, RunningMean
 from rtopk.exchange import ExchangeName, OwnerDensity, Vector, make_exchange
 from rtopk.layout import DenseRule, nothing, one_dimensional
 from rtopk.local.fragments import CommonWeights, Fragment, codec_of, cut
 from rtopk.local.outer import Outer, Pair, by_name
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule, as_schedule
-from rtopk.select import Chunked, Selector
+from rtopk.select import Chunked, Selector, as_rule
 from rtopk.sparsifier import Sparsifier
 from rtopk.state_file import digest_bits
 from rtopk.transport import AllGather, InProcess, Transport
@@ -103,6 +103,8 @@ class LocalSGD:
         for number, layout in enumerate(cut(model, fragments, dense)):
             own = memory() if callable(memory) else memory or (pair.memory or ErrorFeedback)()
             self.mean: Mean = mean or defaults.mean(own)
+            chosen = defaults.selector(self.world, own, selector)
+            _check_parts(chosen, self.world, delay, self.mean)
             part = make_exchange(
                 kind,
                 self.transport,
@@ -119,7 +121,7 @@ class LocalSGD:
                 owner_density,
             )
             sparsifier = Sparsifier(
-                defaults.selector(self.world, own, selector),
+                chosen,
                 schedule,
                 own,
                 part.codec,
@@ -193,6 +195,10 @@ class LocalSGD:
         parts = state.get("fragments", [state])  # versions before 0.2 had one, not in a list
         if len(parts) != len(self.fragments):
             raise ValueError(f"state is of {len(parts)} fragments, this has {len(self.fragments)}")
+        if "steps" not in state:
+            raise ValueError("state lacks 'steps': it is not one of LocalSGD, or is incomplete")
+        for fragment, part in zip(self.fragments, parts, strict=True):
+            fragment.check(part)
         before = self.state_dict()["fragments"]
         try:
             for fragment, part in zip(self.fragments, parts, strict=True):
@@ -217,7 +223,19 @@ def _check(local_steps: int, fragments: int, delay: int, mix: float, exchange: s
         raise ValueError(
             f"delay must be 0 with exchange='all-reduce', whose owners answer in the round, got {delay}"
         )
+    if isinstance(memory, str):
+        raise ValueError(f"memory must be a memory, or a class or function that makes one, got {memory!r}")
     if fragments > 1 and memory is not None and not callable(memory):
         raise ValueError(
             "every fragment needs a memory of its own: give a class or a function that makes one"
         )
+
+
+def _check_parts(selector: Selector, nodes: int, delay: int, mean: Mean) -> None:
+    rule = as_rule(selector)
+    rule.require(nodes)
+    if delay and not rule.sends_k:
+        raise ValueError(
+            f"delay must be 0 with {rule.label}, whose payloads differ in size between ranks, got {delay}"
+        )
+    RunningMean(0, mean)  # refuses an unknown mean

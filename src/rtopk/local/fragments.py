@@ -14,6 +14,8 @@ from rtopk.memory import give_back
 from rtopk.sparsifier import Sparsifier
 from rtopk.transport import AllGather
 
+VECTORS = {"common", "velocity", "residual", OWNER, "arrived"}  # in a state, of one entry for each weight
+
 
 class CommonWeights:
     """The weights that all nodes share, and a model that leaves them and returns to them."""
@@ -115,12 +117,24 @@ class Fragment(CommonWeights):
             state |= {"arrived": mean.clone(), "bytes": (traffic.sent, traffic.received)}
         return state
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state that does not fit."""
+        missing = {"sparsifier", "common", "outer", "round", "sent"} - set(state)
+        if missing:
+            raise ValueError(f"state lacks {sorted(missing)}: it is not one of LocalSGD, or is incomplete")
+        vectors = {"common": state["common"], **state["outer"], **state["sparsifier"]["memory"]}
+        vectors |= {name: state[name] for name in (OWNER, "arrived") if name in state}
+        for name in VECTORS & set(vectors):
+            if vectors[name].shape != self.common.shape:
+                raise ValueError(
+                    f"state is of {vectors[name].numel()} entries ({name}), this fragment has "
+                    f"{self.common.numel()}; use that model and as many fragments"
+                )
+            if not bool(vectors[name].isfinite().all()):
+                raise ValueError(f"{name} of the state is not finite; use an older checkpoint")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of this rank."""
-        if state["common"].shape != self.common.shape:
-            raise ValueError(
-                f"state is of {state['common'].numel()} entries, this fragment has {self.common.numel()}"
-            )
         self.sparsifier.load_state_dict(state["sparsifier"])
         returned = self.exchange.load({OWNER: state[OWNER]} if OWNER in state else {})
         if returned is not None:

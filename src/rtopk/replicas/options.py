@@ -222,6 +222,11 @@ class Options:
         return {
             **told,
             "density": _densities(self.schedule),
+            **(
+                {"owner_density": _densities(found, "owner_density")}
+                if callable(found := self.owner_density)
+                else {}
+            ),
             "constant density": f"from step {self.settled_from}",
             "selector": _text(self.selector),
             "memory": _by_numbers(self.make_memory()),
@@ -296,9 +301,9 @@ def compare(transport: AllGather, description: dict[str, str], refusal: Exceptio
         )
 
 
-def _densities(schedule: Schedule) -> str:
+def _densities(schedule: Schedule, name: str = "density") -> str:
     """Describe a schedule by its densities: it may be any function, and may end with the job."""
-    said = {0: check_density(schedule(0))}
+    said = {0: check_density(schedule(0), name)}
     for step in ASKED[1:]:
         try:
             said[step] = schedule(step)

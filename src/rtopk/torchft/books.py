@@ -53,6 +53,11 @@ class Compression:
     def __post_init__(self) -> None:
         as_schedule(self.density)
         Codec(self.values)
+        if not callable(self.memory):
+            raise ValueError(
+                f"memory must be a class or a function that makes one, such as ErrorFeedback, got {self.memory!r}"
+            )
+        RunningMean(0, self.mean or "nodes")  # refuses an unknown mean
         rule = as_rule(self.rule())
         if rule.needs_all_nodes or rule.keeps_state or not rule.sends_k:
             raise ValueError(
