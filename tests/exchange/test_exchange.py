@@ -14,6 +14,7 @@ from rtopk.aggregate import average
 from rtopk.exchange import AllReduced, Vector, make_exchange
 from rtopk.exchange.owner import Owner
 from rtopk.exchange.shares import PartsCodec, Shares, _ascending, assign
+from rtopk.replicas.group import Group
 from rtopk.schedule import constant
 from rtopk.seed import generator
 from rtopk.transport import InProcess
@@ -318,3 +319,31 @@ def test_any_rule_may_choose_at_the_nodes():
     ]
     moved, _ = loop.step(list(torch.randn(4, 2000, generator=generator("rule"))), 0)
     assert int((moved != 0).sum()) == 100
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("values", ["4bit", "2bit"])
+def test_nothing_of_an_idle_tensor_is_lost_with_few_bits(values, in_parts):
+    """Few bits have no zero: what is sent for an idle tensor counts if another rank used it, else it is undone."""
+    layout = Layout(("weight", "bias", "last"), ((40,), (40,), (5,)), 45)
+    vector = Vector(85, 45, "nodes", None, True, seed=3)
+    codec = Codec(values, fixed=True, dense_size=45)
+    exchange = make_exchange("all-gather", InProcess(1), vector, codec, constant(0.1))
+    sparsifier = Sparsifier(TopK(), 0.1, ErrorFeedback(), codec, 3, layout=layout)
+    group = Group(layout, sparsifier, exchange, torch.float32, torch.device("cpu"))
+    gradient = torch.randn(85, generator=torch.Generator().manual_seed(0))
+    for step, idle in enumerate([set(), {"last"}]):
+        before = sparsifier.memory.residual.clone()
+        group.begin(in_parts)
+        group.put("weight", gradient[:40])
+        group.put("bias", gradient[40:80])
+        group.put("last", gradient[80:] * (not idle))
+        sent = codec.decode(group.compress(step, 1.0, idle)).to_dense()
+        if not idle:
+            group.commit()
+    assert sent[80:].any()
+    assert torch.allclose((sparsifier.memory.residual + sent)[80:], before[80:], atol=1e-6)
+    assert not torch.equal(sparsifier.memory.residual[80:], before[80:])
+    group.keep_idle({"last"})
+    assert torch.equal(sparsifier.memory.residual[80:], before[80:])
+    assert not torch.equal(sparsifier.memory.residual[:80], before[:80])

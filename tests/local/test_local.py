@@ -100,6 +100,17 @@ def test_synchronise_leaves_nothing_on_its_way(options):
     assert not torch.equal(local.common, torch.full((7,), 0.1))
 
 
+def test_what_is_on_its_way_is_applied_even_if_the_delay_changes():
+    model, other = make(), make()
+    local, without = LocalSGD(model, 4, density=1.0, delay=1), LocalSGD(other, 4, density=1.0)
+    train(model, local, 3, 0)
+    other.load_state_dict(model.state_dict())
+    without.load_state_dict(local.state_dict())
+    train(model, local, 1, 1)
+    train(other, without, 1, 1)
+    assert torch.equal(without.common, local.common)
+
+
 def test_the_mean_follows_the_memory():
     assert LocalSGD(make(), 1).mean == "nodes"
     assert LocalSGD(make(), 1, memory=NoMemory()).mean == "received"

@@ -16,8 +16,6 @@ from rtopk.transport import Transport
 class AllGathered:
     """Every node receives every payload: nothing is kept between rounds."""
 
-    keeps_for_all = False
-
     def __init__(self, transport: Transport, vector: Vector, codec: Codec) -> None:
         self.transport, self.vector, self.codec = transport, vector, codec
 

@@ -26,8 +26,6 @@ DIGEST = 8  # bytes
 class AllReduced:
     """Every node owns a share. `owner_density` is the part of all entries that the owners pass on together."""
 
-    keeps_for_all = True  # a rank may pass on entries that no rank sent in this round
-
     def __init__(
         self,
         transport: Transport,

@@ -162,7 +162,7 @@ class LocalSGD:
         applied = False
         for number, fragment in enumerate(self.fragments):
             after = self.steps - (number + 1) * self.local_steps // len(self.fragments)
-            if (after + self.delay) % self.local_steps == 0:
+            if (after + self.delay) % self.local_steps == 0 and not fragment.in_flight:
                 fragment.send(overlap=self.delay > 0)
             if after % self.local_steps == 0 and fragment.in_flight:
                 fragment.apply(self.mix)

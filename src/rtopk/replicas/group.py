@@ -150,9 +150,19 @@ class Group:
         after = memory.state_dict()
         for name, tensor in after.items():
             for begin, end in spans:
-                tensor[begin:end] = before[name][begin:end]
+                tensor[begin:end] += before[name][begin:end]
         memory.load_state_dict(after)
         return payload
+
+    def keep_idle(self, idle: AbstractSet[str]) -> None:
+        """Undo this step for tensors that no rank used: with few bits, what was sent for them is not zero."""
+        spans = [self.bounds[name] for name in self.layout.names if name in idle]
+        if spans and self._before:
+            state = self.sparsifier.memory.state_dict()
+            for name, tensor in state.items():
+                for begin, end in spans:
+                    tensor[begin:end] = self._before[name][begin:end]
+            self.sparsifier.memory.load_state_dict(state)
 
     def blank(self, step: int) -> Tensor:
         """Return the payload of a rank that cannot send its own."""

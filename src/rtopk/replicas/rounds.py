@@ -115,7 +115,7 @@ class Round:
             else:
                 status, self.failure = control.FAILED, error
         header = Control(state.step, status, culprit, state.density(state.step), self.scale, weights).pack()
-        tells = state.tells_use or (state.may_be_idle and groups[0].exchange.keeps_for_all)
+        tells = state.tells_use or state.may_be_idle
         names = [name for group in groups for name in group.layout.names] if tells else []
         used = torch.tensor([name not in idle for name in names], dtype=torch.uint8)
         made = time.perf_counter()
@@ -203,6 +203,8 @@ class Round:
             used = {name for name, here in zip(sent.names, took_part, strict=True) if here}
             idle = set(sent.names) - used
             self.used |= used
+            for group in sent.groups:
+                group.keep_idle(idle)
             sent.message.reduce(
                 [[group.bounds[n] for n in group.bounds if n in idle] for group in sent.groups]
             )
