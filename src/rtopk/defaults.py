@@ -1,7 +1,7 @@
 """What users get who name none: the only place. docs/decisions.md says why."""
 
 from rtopk.aggregate import Mean
-from rtopk.exchange import ExchangeName
+from rtopk.exchange import ExchangeName, OwnerDensity, check_exchange
 from rtopk.memory import Memory
 from rtopk.select import METHODS, RTopK, Selector, TopK, as_rule
 
@@ -37,6 +37,14 @@ def exchange(nodes: int, name: ExchangeName) -> ExchangeName:
     if name != "auto":
         return name
     return "all-reduce" if nodes >= 8 else "all-gather"
+
+
+def owner_density(nodes: int, name: ExchangeName, given: OwnerDensity | None) -> OwnerDensity | None:
+    """Return what owners pass on, as given; None where "auto" is an all-gather, which has no owners."""
+    if name != "auto" or exchange(nodes, name) == "all-reduce":
+        return given
+    check_exchange("all-reduce", given)
+    return None
 
 
 def mean(memory: Memory) -> Mean:

@@ -1,5 +1,6 @@
 """Local SGD with an outer optimizer: on two ranks of gloo, and its optimizers against torch's."""
 
+import math
 import os
 import socket
 from copy import deepcopy
@@ -194,6 +195,17 @@ EXCHANGES = {  # name -> options; the first two are to be equal
 STREAMING = {"density": 1.0, "outer": "nesterov", "fragments": 2, "delay": 2, "mix": 0.5}
 
 
+def alike(one, other):
+    """Compare states: tensors by their bits."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
+
+
 def _rank(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -223,6 +235,19 @@ def _rank(rank, port, folder):
         local = LocalSGD(model, 5, **STREAMING)
         train(model, local, STEPS, rank)
         torch.save([local.common, model.weight.detach()], f"{folder}/by-hand-{rank}.pt")
+        for options in ({}, {"delay": 2}, {"exchange": "all-reduce"}):  # a NaN on one rank, told to both
+            model = make()
+            local = LocalSGD(model, 5, density=0.3, **options)
+            train(model, local, 11, rank)
+            local.synchronise()
+            before = local.state_dict()
+            if rank == 1:
+                model.bias.data.fill_(math.nan)
+            with pytest.raises(ValueError, match="the weights of rank 1 are not finite"):
+                train(model, local, 20, rank)
+            assert alike(local.state_dict()["fragments"], before["fragments"])
+        with pytest.raises(ValueError, match="state is of 1 ranks, this job has 2"):
+            local.load_state_dict({**before, "world": 1})
         with torch.no_grad():
             model.weight += rank
         with pytest.raises(ValueError, match="other weights than rank 0"):
@@ -362,6 +387,8 @@ def test_a_model_is_cut_into_parts_of_equal_size():
         ({"fragments": 2, "memory": NoMemory()}, "a memory of its own"),
         ({"fragments": 9}, "fragments must be at most local_steps"),
         ({"mix": 1.0}, "mix must be in"),
+        ({"delay": 1.5}, "delay must be a whole number"),
+        ({"outer": 3}, "outer must be one of"),
         ({"mean": "median"}, "mean must be one of"),
         ({"memory": "error-feedback"}, "memory must be a memory"),
         ({"exchange": "ring"}, "exchange must be one of"),
@@ -372,6 +399,12 @@ def test_a_model_is_cut_into_parts_of_equal_size():
 def test_what_cannot_be_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         LocalSGD(make(), 5, **options)
+
+
+def test_auto_ignores_what_owners_pass_on_where_there_are_none():
+    LocalSGD(make(), 5, exchange="auto", owner_density=0.02)
+    with pytest.raises(ValueError, match="owner_density must be in"):
+        LocalSGD(make(), 5, exchange="auto", owner_density=2.0)
 
 
 def test_two_ranks_stay_alike_and_do_what_the_papers_say(tmp_path):

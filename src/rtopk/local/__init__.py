@@ -18,7 +18,7 @@ from rtopk.aggregate import Mean, RunningMean
 from rtopk.exchange import ExchangeName, OwnerDensity, Vector, make_exchange
 from rtopk.layout import DenseRule, nothing, one_dimensional
 from rtopk.local.fragments import CommonWeights, Fragment, codec_of, cut
-from rtopk.local.outer import Outer, Pair, by_name
+from rtopk.local.outer import Outer, by_name
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.select import Chunked, Selector, as_rule
@@ -95,9 +95,10 @@ class LocalSGD:
         self.transport: Transport = gather or InProcess(1)
         self.world, self.rank = self.transport.nodes, self.transport.local[0]
         kind = defaults.exchange(self.world, exchange)
+        owner_density = defaults.owner_density(self.world, exchange, owner_density)
         _check(local_steps, fragments, delay, mix, kind, memory)
         self.model, self.local_steps, self.delay, self.mix = model, local_steps, delay, mix
-        pair = by_name(outer) if isinstance(outer, str) else Pair(outer)
+        pair = by_name(outer)
         schedule = as_schedule(density)
         self.fragments: list[Fragment] = []
         for number, layout in enumerate(cut(model, fragments, dense)):
@@ -188,7 +189,8 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state between two steps: tensors and plain values only."""
-        return {"steps": self.steps, "fragments": [fragment.state_dict() for fragment in self.fragments]}
+        parts = [fragment.state_dict() for fragment in self.fragments]
+        return {"steps": self.steps, "world": self.world, "fragments": parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of this rank."""
@@ -197,6 +199,11 @@ class LocalSGD:
             raise ValueError(f"state is of {len(parts)} fragments, this has {len(self.fragments)}")
         if "steps" not in state:
             raise ValueError("state lacks 'steps': it is not one of LocalSGD, or is incomplete")
+        if state.get("world", self.world) != self.world:
+            raise ValueError(
+                f"state is of {state['world']} ranks, this job has {self.world}, and every rank has a residual of its "
+                "own; resume with as many ranks"
+            )
         for fragment, part in zip(self.fragments, parts, strict=True):
             fragment.check(part)
         before = self.state_dict()["fragments"]
@@ -211,6 +218,9 @@ class LocalSGD:
 
 
 def _check(local_steps: int, fragments: int, delay: int, mix: float, exchange: str, memory: object) -> None:
+    for name, value in (("local_steps", local_steps), ("fragments", fragments), ("delay", delay)):
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
     if local_steps < 1:
         raise ValueError(f"local_steps must be at least 1, got {local_steps}")
     if fragments > local_steps:

@@ -69,9 +69,14 @@ class Fragment(CommonWeights):
         return self._arriving is not None
 
     def send(self, overlap: bool) -> None:
-        """Send how far this fragment moved; with `overlap`, without waiting for the others."""
-        payload = self.sparsifier.compress(self.update(), self.round)
-        transport = self.exchange.transport
+        """Send how far this fragment moved; with `overlap`, without waiting for the others.
+
+        A byte from every rank goes ahead: if the weights of one are not finite, all raise, and nothing is changed.
+        """
+        transport, update = self.exchange.transport, self.update()
+        if isinstance(transport, AllGather):
+            self._require_finite(transport, update)
+        payload = self.sparsifier.compress(update, self.round)
         if overlap and isinstance(transport, AllGather):
             work, others = transport.start(payload), transport.nodes - 1
 
@@ -83,6 +88,16 @@ class Fragment(CommonWeights):
         else:
             found = self.exchange.mean([payload], self.round)
             self._arriving = lambda: found
+
+    def _require_finite(self, transport: AllGather, update: Tensor) -> None:
+        own = (~update.isfinite().all()).to(torch.uint8).view(1)
+        lost = [rank for rank, flag in enumerate(transport.start(own).wait()) if flag.item()]
+        if lost:
+            ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            raise ValueError(
+                f"round {self.round}: the weights of {ranks} are not finite; nothing was sent or changed on any "
+                "rank. Load a checkpoint, and lower the learning rate or clip"
+            )
 
     def apply(self, mix: float) -> None:
         """Take the outer step along the mean that was sent for; keep `mix` of what this rank moved away from it."""

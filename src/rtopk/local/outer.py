@@ -73,8 +73,10 @@ OUTERS: dict[str, Pair] = {
 }
 
 
-def by_name(name: str) -> Pair:
-    """Return the optimizer and memory of a name."""
-    if name not in OUTERS:
-        raise ValueError(f"outer must be one of {', '.join(OUTERS)}, got {name!r}")
-    return OUTERS[name]
+def by_name(outer: str | Outer) -> Pair:
+    """Return the optimizer and memory of a name, or of an optimizer of one's own."""
+    if isinstance(outer, str) and outer in OUTERS:
+        return OUTERS[outer]
+    if isinstance(outer, str) or not hasattr(outer, "step"):
+        raise ValueError(f"outer must be one of {', '.join(OUTERS)}, or an object like them, got {outer!r}")
+    return Pair(outer)

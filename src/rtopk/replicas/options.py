@@ -141,6 +141,7 @@ class Options:
             mean=defaults.mean(memory) if self.mean is None else self.mean,
             weights=None if self.weights is None else tuple(map(float, self.weights)),
             exchange=defaults.exchange(nodes, self.exchange),
+            owner_density=defaults.owner_density(nodes, self.exchange, self.owner_density),
         )
         for name, allowed in CHOICES.items():
             if getattr(found, name) not in get_args(allowed):
@@ -148,7 +149,7 @@ class Options:
         for name, least in LEAST.items():
             if getattr(found, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(found, name)}")
-        check_exchange(found.exchange, self.owner_density)
+        check_exchange(found.exchange, found.owner_density)
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {self.clip_norm}")
         if found.weights is not None:

@@ -257,7 +257,8 @@ class Config:
 
     def make_owner_density(self) -> OwnerDensity | None:
         """Return the part of the entries that owners pass on, with exchange all-reduce."""
-        return None if not self.owner_density else "all" if self.owner_density == 1.0 else self.owner_density
+        given = None if not self.owner_density else "all" if self.owner_density == 1.0 else self.owner_density
+        return defaults.owner_density(self.nodes, self.exchange, given)  # type: ignore[arg-type]
 
     def make_layout(self, model: nn.Module) -> Layout:
         """Lay out a model's parameters."""

@@ -147,6 +147,8 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
 
         A state that does not fit changes nothing. One that is loaded before the first round is compared there.
         """
+        if "memories" not in state:
+            raise ValueError(f"state must hold 'memories', as state_dict() makes it, got {sorted(state)}")
         memories: Sequence[Mapping[str, Tensor]] = state["memories"]
         if len(memories) != len(self.books):
             raise ValueError(f"state is of {len(memories)} fragments, this model has {len(self.books)}")
