@@ -201,8 +201,8 @@ class LocalSGD:
             raise ValueError("state lacks 'steps': it is not one of LocalSGD, or is incomplete")
         if state.get("world", self.world) != self.world:
             raise ValueError(
-                f"state is of {state['world']} ranks, this job has {self.world}, and every rank has a residual of its "
-                "own; resume with as many ranks"
+                f"state is of {state['world']} ranks, this job has {self.world}, and every rank keeps its own "
+                "residual; resume with as many ranks"
             )
         for fragment, part in zip(self.fragments, parts, strict=True):
             fragment.check(part)
