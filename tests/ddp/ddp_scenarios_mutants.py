@@ -40,7 +40,7 @@ def residuals_of_rank_0_for_all(at: Place) -> dict[str, Any]:
 
     def rank_0(own: Any, directory: Any) -> Any:
         saved = checkpoint.read(directory / checkpoint.file_name(0, own.world_size))
-        return [{**saved, "rank": own.rank}], saved["step"]
+        return [{**saved, "rank": own.rank}]
 
     with mock.patch.object(checkpoint, "_own_share", rank_0):
         return resume.second_half(at)
@@ -105,5 +105,5 @@ class FirstK:
 
 def first_k_in_index_order(at: Place) -> dict[str, Any]:
     """Bug 11: truncation in index order starves late positions."""
-    with mock.patch.object(defaults, "selector", FirstK):
+    with mock.patch.object(defaults, "selector", lambda nodes, memory, given=None: FirstK(nodes)):
         return exact.every_coordinate(at)

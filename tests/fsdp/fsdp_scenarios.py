@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.utils.checkpoint import checkpoint
 
 import rtopk.fsdp
-from rtopk import MomentumCorrection, TopK
+from rtopk import MomentumCorrection, RTopK
 
 
 def sgd(model: nn.Module, **options: float) -> torch.optim.Optimizer:
@@ -136,14 +136,15 @@ MORE_DENSE: dict[str, dict[str, Any]] = {
 
 def dense_is_native(at: Place) -> dict[str, Any]:
     """With density 1 the exchange is the mean that native hybrid sharding takes: same bits."""
-    return _against_native(at, DENSE)
+    return against_native(at, DENSE)
 
 
 def more_dense_is_native(at: Place) -> dict[str, Any]:
-    return _against_native(at, MORE_DENSE)
+    return against_native(at, MORE_DENSE)
 
 
-def _against_native(at: Place, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def against_native(at: Place, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train settings with our exchange and with FSDP's own."""
     mesh, found = meshes(), {}
 
     def compare(name: str, *, make: Any = net, how: Any = None, loop: Any = train, optimizer: Any = sgd,
@@ -186,7 +187,7 @@ def equals_reference(at: Place) -> dict[str, Any]:
     variants: dict[str, dict[str, Any]] = {
         "global": {},
         "bucket": {"scope": "bucket"},
-        "top_k": {"selector": TopK()},
+        "draws": {"selector": RTopK(r_over_k=2)},
         "4bit": {"values": "4bit", "seed": 3},
         "momentum correction": {"memory": MomentumCorrection},
         "all-reduce": {"exchange": "all-reduce"},

@@ -24,7 +24,7 @@ def shards_draw_alike(at: Place) -> dict[str, Any]:
 def earlier_means_sent_again(at: Place) -> dict[str, Any]:
     """What an earlier backward of the step has exchanged is taken for a gradient."""
     with mock.patch.object(State, "_set_aside"):
-        return scenarios.dense_is_native(at)
+        return scenarios.against_native(at, {"global, twice": {"loss": scenarios.twice}})
 
 
 def idle_layers_drained(at: Place) -> dict[str, Any]:

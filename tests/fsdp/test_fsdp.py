@@ -72,7 +72,7 @@ def test_replicas_are_added_in_fp32_whatever_the_reduction_within_a_site(four: R
         assert 0.0 < rank["bf16"] < 0.01  # FSDP adds replicas in bf16, which keeps 8 bits
 
 
-REFERENCES = ["global", "bucket", "top_k", "4bit", "momentum correction", "all-reduce", "all-reduce, bucket"]
+REFERENCES = ["global", "bucket", "draws", "4bit", "momentum correction", "all-reduce", "all-reduce, bucket"]
 
 
 @pytest.mark.parametrize("name", REFERENCES)

@@ -21,7 +21,7 @@ CASES: list[tuple[Callable[..., Any], str, Callable[..., None], tuple[str, ...]]
         mutants.shards_draw_alike,
         "equals_reference",
         tests.test_equals_the_reference_on_the_shards,
-        ("global",),
+        ("draws",),
     ),
     (
         mutants.earlier_means_sent_again,
