@@ -183,9 +183,12 @@ EXPLANATIONS = {
     "why-decay-1": _versus(
         "decay-1", 1, "Weight decay", ("decay 0.0005", "none"), ({"weight_decay": 5e-4}, {})
     ),
-    "why-batch-norm-1": _changed(
-        "why-batch-norm-1", 1, "A ResNet-8 with BatchNorm, images of 32 x 32, 600 rounds", [_row(m) for m in _BOTH],
-        task="cifar10-narrow", rounds=600, warm_up=0,
+    "why-batch-norm-1": dataclasses.replace(
+        _changed(
+            "why-batch-norm-1", 1, "BatchNorm, 600 rounds", [_row(m) for m in _BOTH],
+            task="cifar10-narrow", rounds=600, warm_up=0,
+        ),
+        small="a ResNet-8 with BatchNorm, CIFAR-10 at 32 x 32",
     ),
     "why-long": _long(),
     "why-agree": _agree(
