@@ -64,7 +64,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        error.filename = str(path)  # nobody asked for the draft
+        if error.errno is not None:
+            error.filename = str(path)  # nobody asked for the draft
         raise
     finally:
         with suppress(OSError):

@@ -365,7 +365,7 @@ def test_a_run_may_use_fewer_examples():
 def test_options_of_one_process_are_refused_elsewhere(option):
     config = Config(setting="federated", **option)
     with pytest.raises(ValueError, match=f"{next(iter(option))} is for runs whose nodes are in one process"):
-        Federation(config)
+        Federation(config=config)
 
 
 def test_a_checkpoint_from_before_an_option_resumes():
