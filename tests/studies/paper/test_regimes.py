@@ -1,16 +1,20 @@
 """The map of regimes is a whole factorial design, and its effects are found."""
 
 import dataclasses
+import json
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from rtopk.studies.lab.prediction import predict
 from rtopk.studies.paper.regimes import DESIGNS, MAPS, MEANS, RULES
 from rtopk.studies.paper.regimes_page import Map, _prediction, cells, effects, more_arrives
 from rtopk.studies.paper.results import RowResult
+from rtopk.tools.cli import app
 from rtopk.tools.show.intervals import judge
 
 
@@ -109,3 +113,21 @@ def test_a_prediction_learns_how_leads_depend_on_what_arrives_and_on_the_wait():
     page = "\n".join(_prediction(foretold, dict(zip(leads, judge(list(leads.values())), strict=True))))
     assert "of all 32" in page
     assert "correlation of predicted and measured leads is 1.00" in page
+
+
+def test_a_map_that_has_run_is_not_predicted_any_more(tmp_path):
+    """The committed prediction stays as it was made."""
+    results = Path(__file__).parents[3] / "results"
+    before = (results / "prediction-map-cifar10.json").read_bytes()
+    for known in ("map-digits", "map-cifar10"):
+        done = CliRunner().invoke(app, ["lab", "predict", "--from", known, "--results", str(results)])
+        assert done.exit_code == 2
+        assert "map-cifar10 has runs in" in " ".join(done.output.split())
+    assert (results / "prediction-map-cifar10.json").read_bytes() == before
+    watch = ["lab", "predict", "--study", "map-digits", "--from", "none", "--rounds", "1"]
+    assert CliRunner().invoke(app, [*watch, "--results", str(tmp_path / "new")]).exit_code == 0
+    cells = json.loads((tmp_path / "new/prediction-map-digits.json").read_text())["cells"]
+    assert len(cells) == 8
+    assert all(
+        -1 <= cosine <= 1 for c in cells for means in c["cosines"].values() for cosine in means.values()
+    )

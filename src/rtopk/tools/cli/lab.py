@@ -277,7 +277,12 @@ def predict(
     with wrong_use():
         if study not in DESIGNS:
             raise ValueError(f"study must be one of {', '.join(DESIGNS)}, got {study!r}")
-        whole = {one.name: one for one in maps("small", results) if one.whole and one.predicted}
+        found_maps = {one.name: one for one in maps("small", results)}
+        if known != "none" and found_maps[study].found:
+            raise ValueError(
+                f"{study} has runs in {results} already, so this would be no prediction; name other --results"
+            )
+        whole = {name: one for name, one in found_maps.items() if one.whole and one.predicted}
         if known != "none" and known not in whole:
             raise ValueError(
                 f"--from must be a map that has run and was watched ({', '.join(whole) or 'there is none yet'}), "
@@ -290,6 +295,7 @@ def predict(
     if known != "none":
         found = learn(found, DESIGNS[study], whole[known])
     file = results / f"prediction-{study}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"study": study, "from": known, "cells": found}, indent=1) + "\n")
     console.print(f"Prediction: {file}")
 
