@@ -58,8 +58,8 @@ def test_local_sgd_goes_on_to_the_same_weights():
     for step in range(5, 9):
         train(model, optimizer, [step], 0)
         local.step()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, saved["after"][name])
+    # Not to the bit: the processor decides how a matrix product is summed. These weights move by 0.02 and more.
+    torch.testing.assert_close(model.state_dict(), saved["after"], rtol=0.0, atol=1e-6)
 
 
 def test_a_flower_client_and_a_server_go_on(tmp_path, monkeypatch):
