@@ -111,7 +111,7 @@ def test_the_hook_adds_and_searches_in_one_pass(alone, chosen, options, monkeypa
 
     def noted(name, like, programs, *arguments, **flags):
         if name == "sweep":
-            begin, end = arguments[8:10]
+            begin, end = arguments[9:11]
             passes.append((end - begin, flags["ADDS"], flags["SEARCHES"]))
         launch(name, like, programs, *arguments, **flags)
 

@@ -5,8 +5,8 @@ the candidates. `subtract(sent)` removes what the other nodes decode, so that ro
 in the memory. After every step: sent + residual = what came in. A rejected gradient changes nothing, to the bit.
 
 Your own memory needs `add`, `subtract`, `state_dict` and `load_state_dict`; the hook undoes a step through the last
-two. Optional, and faster: `snapshot` with `restore`, and `put`. `snapshot_of`, `restore` and `give_back` below work
-with every memory.
+two. Optional, and faster: `snapshot` with `restore`, and `put` with `leave_out` and `bring_back`. `snapshot_of`,
+`restore` and `give_back` below work with every memory.
 """
 
 import math
@@ -63,39 +63,147 @@ class NoMemory:
         _fit(state, (), None)
 
 
-class ErrorFeedback:
-    """Keep what was not sent and add it to the next gradient (the paper's Algorithm 1)."""
+class _Undoable:
+    """Vectors that a step can be taken back for without a copy: the next ones are written to other memory.
 
-    in_parts = True  # a gradient can be `put`
-    decay = 1.0  # the residual is multiplied by it before a gradient is added
+    A gradient can be `put` part by part as it arrives; candidates are noted on the way.
+    """
+
+    in_parts = False  # whether a gradient can be `put`
+    _names: tuple[str, ...] = ("residual",)
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
-        if "add" in vars(cls):  # it does something else with a gradient
+        if "add" in vars(cls) and "in_parts" not in vars(cls):  # yours may do something else with a gradient
             cls.in_parts = False
-        if "state_dict" in vars(cls) and "snapshot" not in vars(cls):  # it keeps more than a residual
+        if "state_dict" in vars(cls) and "snapshot" not in vars(cls):  # it keeps more than these vectors
             cls.snapshot = None  # type: ignore[assignment,method-assign]
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None  # (d,), at least fp32; made by the first gradient
         self._headroom = _Headroom()
-        self._kept: Tensor | None = None  # the residual of the last snapshot: never written to
-        self._spare: Tensor | None = None  # a second residual, for those who take snapshots
-        self._sums: Tensor | None = None  # residual + gradient, as far as it has been put
+        self._kept: dict[str, Tensor] = {}  # what the last snapshot holds: never written to
+        self._spare: dict[str, Tensor] = {}  # second vectors, for those who take snapshots
+        self._next: dict[str, Tensor] = {}  # what the step will hold, as far as it has been put
         self._notes: Any = None  # of the sums, if a search was expected
         self._undoable = False  # a snapshot was taken, and nothing has been added since
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of all vectors; empty before the first step."""
+        return {name: tensor.clone() for name, tensor in self._tensors().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state of `state_dict`."""
+        self._set(_fit(state, self._names, self.residual))
+        self._kept, self._spare, self._next = {}, {}, {}
+        self._notes, self._undoable = None, False
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what `restore` needs; its tensors do not change until the next snapshot.
+
+        On a device the next `add` leaves it to selection to refuse what is not finite: restore if that raises.
+        """
+        self._undoable = True
+        own = self._tensors()
+        self._spare |= {name: old for name, old in self._kept.items() if old is not own.get(name)}
+        self._kept = own
+        self._drop()
+        return dict(own)
+
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Go back to the last snapshot."""
+        self._spare |= {name: new for name, new in self._tensors().items() if new is not self._kept.get(name)}
+        self._set(snapshot)
+        self._undoable = False
+        self._drop()
+        self._headroom.forget()
+
+    def expect(self, search: Search | None) -> None:
+        """Look for the candidates of a search in what is `put` from now on, where that spares a pass."""
+        self._notes = None if self.residual is None else kernels.noting(self.residual, search)
+
+    def put(self, begin: int, part: Tensor) -> None:
+        """Add the part of a gradient that starts at `begin`. After a snapshot: put all parts, then `add(None)`."""
+        self._prepare()
+        self._put(begin, part)
+
+    def leave_out(self, begin: int, end: int) -> None:
+        """Put nothing in [begin, end): these entries are zero in this step, and `bring_back` returns them."""
+        self._prepare()
+        for tensor in self._next.values():
+            tensor[begin:end] = 0.0
+        if self._notes is not None:
+            self._notes.look(self._next["residual"], begin, end)
+
+    def bring_back(self, begin: int, end: int) -> None:
+        """Add what the last snapshot has in [begin, end), which this step left out."""
+        for name, tensor in self._tensors().items():
+            tensor[begin:end] += self._kept[name][begin:end]
+        self._headroom.forget()
+
+    def _put(self, begin: int, part: Tensor) -> None:
+        assert self.residual is not None
+        kernels.add_to(self._next["residual"], self.residual, part, begin, self._notes)
+
+    def _prepare(self) -> None:
+        if self.residual is None:
+            raise ValueError("put needs a residual: add a first gradient, or load a state")
+        if not self._next:
+            self._next = {name: self._other(name) for name in self._names}
+
+    def _adopt(self, search: Search | None, name: str) -> Tensor:
+        """Continue with what was put; the search for candidates also checks that the sums are finite.
+
+        On a device, selection finds out (`kernels.scan_finite`): whoever puts parts goes back to the snapshot then.
+        """
+        if not self._next:
+            raise ValueError("add(None) needs a gradient that was put, got none")
+        moved, notes = self._next, self._notes
+        self._next, self._notes = {}, None
+        kernels.scan_finite(moved["residual"], search, name, notes)
+        self._headroom.forget()
+        self._set(moved)
+        return moved["residual"]
+
+    def _drop(self) -> None:
+        """Forget what was put."""
+        self._spare |= self._next
+        self._next, self._notes = {}, None
+
+    def _own(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a vector to write to: a copy, if it belongs to a snapshot."""
+        return self._other(name).copy_(tensor) if tensor is self._kept.get(name) else tensor
+
+    def _other(self, name: str) -> Tensor:
+        assert self.residual is not None
+        return self._spare.pop(name) if name in self._spare else kernels.zeros(self.residual)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in self._names}
+        return {} if self.residual is None else found
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in self._names:
+            setattr(self, name, tensors.get(name))
+
+
+class ErrorFeedback(_Undoable):
+    """Keep what was not sent and add it to the next gradient (the paper's Algorithm 1)."""
+
+    in_parts = True
+    decay = 1.0  # the residual is multiplied by it before a gradient is added
 
     def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
         """Add the gradient to the residual and return the residual; None if it has been `put` already."""
         if gradient is None:
-            return self._adopt(search)
+            return self._adopt(search, "residual + gradient")
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
         late = self._undoable and kernels.late(search, residual, gradient)
         self._undoable = False
         if not late and not self._headroom.suffices(gradient, residual):
             require_finite(residual * self.decay + gradient, "residual + gradient")
-        residual = self._own(residual)
+        residual = self._own("residual", residual)
         kernels.accumulate_(residual, gradient, search, decay=self.decay)
         self._headroom.spend(residual)
         if late:
@@ -106,76 +214,9 @@ class ErrorFeedback:
 
     def subtract(self, sent: SparseVector) -> None:
         """Subtract what was sent from the residual."""
-        residual = _held(self.residual, sent)
-        if residual is self._kept:
-            residual = self.residual = self._own(residual)
+        residual = self.residual = self._own("residual", _held(self.residual, sent))
         _take_out(residual, sent, self._headroom)
         self._headroom.spend(residual)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the residual; empty before the first step."""
-        return {} if self.residual is None else {"residual": self.residual.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state of `state_dict`."""
-        self.residual = _fit(state, ("residual",), self.residual).get("residual")
-        self._kept = self._spare = self._sums = self._notes = None
-        self._undoable = False
-
-    # -- undo a step without a copy
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return what `restore` needs; its tensors do not change until the next snapshot.
-
-        On a device the next `add` leaves it to selection to refuse what is not finite: restore if that raises.
-        """
-        self._undoable = True
-        if self._kept is not None and self._kept is not self.residual:
-            self._spare = self._kept
-        self._kept, self._sums, self._notes = self.residual, None, None
-        return {} if self.residual is None else {"residual": self.residual}
-
-    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Go back to the last snapshot."""
-        if self.residual is not self._kept:
-            self._spare = self.residual
-        self.residual, self._sums, self._notes = snapshot.get("residual"), None, None
-        self._undoable = False
-        self._headroom.forget()
-
-    def expect(self, search: Search | None) -> None:
-        """Look for the candidates of a search in what is `put` from now on, where that spares a pass."""
-        self._notes = None if self.residual is None else kernels.noting(self.residual, search)
-
-    def put(self, begin: int, part: Tensor) -> None:
-        """Add the part of a gradient that starts at `begin`. After a snapshot: put all parts, then `add(None)`."""
-        if self.residual is None:
-            raise ValueError("put needs a residual: add a first gradient, or load a state")
-        if self._sums is None:
-            self._sums = self._other()
-        kernels.add_to(self._sums, self.residual, part, begin, self._notes)
-
-    def _adopt(self, search: Search | None) -> Tensor:
-        """Make the sums the residual; the search for candidates also checks that they are finite.
-
-        On a device, selection finds out (`kernels.scan_finite`): whoever puts parts goes back to the snapshot then.
-        """
-        if self._sums is None:
-            raise ValueError("add(None) needs a gradient that was put, got none")
-        total, notes, self._sums, self._notes = self._sums, self._notes, None, None
-        kernels.scan_finite(total, search, "residual + gradient", notes)
-        self._headroom.forget()
-        self.residual = total
-        return total
-
-    def _own(self, residual: Tensor) -> Tensor:
-        """Return the residual, or a copy if it belongs to a snapshot."""
-        return self._other().copy_(residual) if residual is self._kept else residual
-
-    def _other(self) -> Tensor:
-        other, self._spare = self._spare, None
-        assert self.residual is not None
-        return kernels.zeros(self.residual) if other is None else other
 
 
 class DecayedErrorFeedback(ErrorFeedback):
@@ -190,7 +231,7 @@ class DecayedErrorFeedback(ErrorFeedback):
         self.decay = decay
 
 
-class MomentumCorrection:
+class MomentumCorrection(_Undoable):
     """Accumulate the velocity instead of the gradient (Deep Gradient Compression, sections 3.1 to 3.3).
 
     Use it with an optimizer that has no momentum of its own. `clip_norm` bounds the norm of each gradient before
@@ -199,7 +240,9 @@ class MomentumCorrection:
     stale momentum. `nesterov` accumulates gradient + momentum * velocity, as torch's SGD does.
     """
 
+    in_parts = True
     carries_momentum = True  # the optimizer must have none
+    _names = ("residual", "velocity")
 
     def __init__(
         self,
@@ -212,18 +255,22 @@ class MomentumCorrection:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         if clip_norm is not None and not 0.0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm must be positive and finite, or None, got {clip_norm}")
+        super().__init__()
+        if clip_norm is not None:
+            self.in_parts = False  # a norm is of a whole gradient
         self.momentum = momentum
         self.clip_norm = clip_norm
         self.masking = masking
         self.nesterov = nesterov
-        self.velocity: Tensor | None = None  # (d,), DGC's u
-        self.residual: Tensor | None = None  # (d,), DGC's v
-        self._headroom = _Headroom()
-        self._copies: dict[str, Tensor] = {}  # of the last snapshot, made once
-        self._undoable = False  # a snapshot was taken, and nothing has been added since
+        self.velocity: Tensor | None = None  # (d,), DGC's u; the residual is DGC's v
 
-    def add(self, gradient: Tensor, search: Search | None = None) -> Tensor:
-        """Clip the gradient, add it to the velocity, the velocity to the residual; return the residual."""
+    def add(self, gradient: Tensor | None, search: Search | None = None) -> Tensor:
+        """Clip the gradient, add it to the velocity, the velocity to the residual; return the residual.
+
+        None if the gradient has been `put` already.
+        """
+        if gradient is None:
+            return self._adopt(search, "residual + velocity")
         gradient = gradient.detach()
         residual = _accept(gradient, self.residual)
         velocity = kernels.zeros(residual) if self.velocity is None else self.velocity
@@ -233,15 +280,17 @@ class MomentumCorrection:
         scale = self._clip_factor(gradient)
         if self.nesterov:
             velocity = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
-            ahead = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
+            gradient = velocity * self.momentum + (gradient.to(velocity.dtype) * scale)
             if not safe:
-                require_finite(residual + ahead, "residual + gradient + velocity")
-            kernels.accumulate_(residual, ahead, search)
+                require_finite(residual + gradient, "residual + gradient + velocity")
+            residual = self._own("residual", residual)
+            kernels.accumulate_(residual, gradient, search)
         else:
             if not safe:
                 moved = residual.clone()
                 kernels.accumulate_(moved, gradient, None, velocity.clone(), self.momentum, scale)
                 require_finite(moved, "residual + velocity")
+            residual, velocity = self._own("residual", residual), self._own("velocity", velocity)
             kernels.accumulate_(residual, gradient, search, velocity, self.momentum, scale)
         self._headroom.spend(residual, velocity)
         if late:
@@ -249,6 +298,18 @@ class MomentumCorrection:
             self._headroom.forget()
         self.residual, self.velocity = residual, velocity
         return residual
+
+    def _put(self, begin: int, part: Tensor) -> None:
+        assert self.residual is not None
+        assert self.velocity is not None  # made together with the residual
+        moved, sums = self._next["velocity"], self._next["residual"]
+        if self.nesterov:
+            here, part = slice(begin, begin + part.numel()), part.detach().reshape(-1)
+            faster = torch.mul(self.velocity[here], self.momentum, out=moved[here]).add_(part)
+            kernels.add_to(sums, self.residual, (faster * self.momentum).add_(part), begin, self._notes)
+        else:
+            motion = moved, self.velocity, self.momentum
+            kernels.add_to(sums, self.residual, part, begin, self._notes, motion)
 
     def _clip_factor(self, gradient: Tensor) -> float:
         if self.clip_norm is None:
@@ -258,51 +319,19 @@ class MomentumCorrection:
 
     def subtract(self, sent: SparseVector) -> None:
         """Subtract what was sent from the residual; with masking, also clear its velocity."""
-        residual = _held(self.residual, sent)
-        _take_out(residual, sent, self._headroom)
+        residual = self.residual = self._own("residual", _held(self.residual, sent))
         assert self.velocity is not None  # made together with the residual
+        _take_out(residual, sent, self._headroom)
         if self.masking:
+            self.velocity = self._own("velocity", self.velocity)
             self.velocity.index_fill_(0, sent.indices, 0.0)
         self._headroom.spend(residual, self.velocity)
 
     def give_back(self, vector: SparseVector) -> None:
         """Add what did not arrive back to the residual; the velocity stays as it is."""
-        residual = _held(self.residual, vector)
-        kernels.subtract_(residual, vector.indices, vector.values, -1.0)
+        self.residual = self._own("residual", _held(self.residual, vector))
+        kernels.subtract_(self.residual, vector.indices, vector.values, -1.0)
         self._headroom.forget()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of residual and velocity; empty before the first step."""
-        return {name: tensor.clone() for name, tensor in self._tensors().items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state of `state_dict`."""
-        self._undoable = False
-        loaded = _fit(state, ("residual", "velocity"), self.residual)
-        self.residual, self.velocity = loaded.get("residual"), loaded.get("velocity")
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return what `restore` needs: copies, in the buffers of the last snapshot.
-
-        As with `ErrorFeedback`, the next `add` may leave it to selection to refuse what is not finite.
-        """
-        self._undoable = True
-        for name, tensor in self._tensors().items():
-            if name not in self._copies:
-                self._copies[name] = kernels.zeros(tensor)
-            self._copies[name].copy_(tensor)
-        return dict(self._copies)
-
-    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Go back to the last snapshot."""
-        self._undoable = False
-        for name, tensor in self._tensors().items():
-            tensor.copy_(snapshot[name])
-
-    def _tensors(self) -> dict[str, Tensor]:
-        if self.residual is None or self.velocity is None:
-            return {}
-        return {"residual": self.residual, "velocity": self.velocity}
 
 
 MEMORIES: dict[str, Callable[[], Memory]] = {

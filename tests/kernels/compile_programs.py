@@ -27,7 +27,7 @@ TARGETS = {
 }
 FLOATS, WORDS, INTS = "*fp32", "*i64", "*i32"
 ALIGNED = "i32 * 16"  # triton compiles for multiples of 16 by themselves: where most parts begin
-SWEEP = [*[FLOATS] * 4, INTS, WORDS, WORDS, "i32", ALIGNED, "i32", "i32", "i32", "fp32", "fp32"]
+SWEEP = [*[FLOATS] * 5, INTS, WORDS, WORDS, "i32", ALIGNED, "i32", "i32", "i32", "fp32", "fp32"]
 PART = [kind.replace(ALIGNED, "i32") for kind in SWEEP]
 ADDS = {"ADDS": True, "MOVES": False, "DECAYS": False, "SEARCHES": True}
 SOURCE = [FLOATS, FLOATS, WORDS, WORDS]

@@ -215,7 +215,7 @@ def test_notes_that_do_not_fit_are_not_used(way):
     memory.expect(Search(7.0, 5, 200))
     memory.put(0, gradient[:150])
     if way == "a part is missing":
-        memory._sums[150:] = gradient[150:]
+        memory._next["residual"][150:] = gradient[150:]
     else:
         memory.put(150, gradient[150:])
     search = Search(9.0 if way == "another floor" else 7.0, 5, 250 if way == "another size" else 200)

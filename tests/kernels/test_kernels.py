@@ -368,7 +368,7 @@ def test_several_callers_at_once(two_threads):
 
 
 def residual_after(gradients):
-    method = Fused(gradients[0].numel(), gradients[0].numel() // 100)
+    method = Fused(gradients[0].numel(), gradients[0].numel() // 100, gradients[0].numel() // 20)
     for step, gradient in enumerate(gradients):
         method.step(gradient, step)
     return method.memory.residual.numpy()
@@ -409,7 +409,10 @@ def test_a_step_takes_little_extra_memory(uneven, two_threads):
     if uneven:
         gradients.long[: d // 2] *= 0.1
         gradients = Gradients("uneven", [gradients.long[:d]])
-    methods = Fused(d, d // 1000), Fused(d, d // 1000)  # one before, for what is loaded on the way
+    methods = (
+        Fused(d, d // 1000, d // 200),
+        Fused(d, d // 1000, d // 200),
+    )  # one before, for what is loaded on the way
     for step in range(20):
         methods[0].step(gradients.at(step), step)
     tracemalloc.start()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import cpu, device, draws, plain
-from rtopk.kernels.search import Candidates, Pending, Picked, Search
+from rtopk.kernels.search import Candidates, Motion, Pending, Picked, Search
 
 Words = Any  # bits in words of 64, or a function that returns them
 
@@ -62,8 +62,8 @@ class Backend(Protocol):
         """Add a gradient to a residual and note candidates in the same pass."""
 
     @property
-    def add_to(self) -> Callable[[Tensor, Tensor, Tensor], None]:
-        """Write the sum of a residual and a gradient to another vector."""
+    def add_to(self) -> Callable[[Tensor, Tensor, Tensor, int, Any, Motion | None], None]:
+        """Write the sums of a residual and a part of a gradient to another vector, and note candidates."""
 
     @property
     def noting(self) -> Callable[[Tensor, Search], Any]:
@@ -192,19 +192,21 @@ def noting(vector: Tensor, search: Search | None) -> Any:
     return None if search is None else backend(vector).noting(vector, search)
 
 
-def add_to(out: Tensor, residual: Tensor, gradient: Tensor, begin: int = 0, notes: Any = None) -> None:
-    """Write residual + gradient, which has any shape and begins at `begin`, to `out`; note what `scan` would."""
-    end, shape = begin + gradient.numel(), gradient.shape
-    here, there = residual[begin:end], out[begin:end]
-    if not gradient.is_contiguous():
-        torch.add(here.view(shape), gradient, out=there.view(shape))
-        if notes is not None:
-            notes.sweep(out, out, None, begin, end)
-    elif notes is not None:
-        notes.sweep(out, residual, gradient.view(-1), begin, end)
-    else:
-        gradient = gradient.view(-1)
-        backend(there, here, gradient).add_to(there, here, gradient)
+def add_to(
+    out: Tensor,
+    residual: Tensor,
+    gradient: Tensor,
+    begin: int = 0,
+    notes: Any = None,
+    motion: Motion | None = None,
+) -> None:
+    """Write residual + gradient, which has any shape and begins at `begin`, to `out`; note what `scan` would.
+
+    With a motion, momentum * velocity + gradient is written too, and added instead. Every operation is rounded.
+    """
+    gradient = gradient.detach()
+    flat = gradient.view(-1) if gradient.is_contiguous() else gradient
+    backend(out, residual, flat).add_to(out, residual, flat, begin, notes, motion)
 
 
 def scan(vector: Tensor, search: Search, notes: Any = None) -> Candidates:

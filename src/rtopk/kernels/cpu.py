@@ -16,7 +16,6 @@
 Each thread does this for its own range. Ranges are consecutive, so candidates are in order.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,11 +26,10 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws, jit, loops, plain, rank
-from rtopk.kernels.search import CHECKS, LARGE, Candidates, Picked, Search, quantiles, stride
-from rtopk.kernels.threads import INLINE, Cuts, ranges, together
+from rtopk.kernels.collect import Notes, array_of, collect, key_of, without_search
+from rtopk.kernels.search import Candidates, Motion, Picked, Search, quantiles, stride
+from rtopk.kernels.threads import INLINE, ranges, together
 from rtopk.kernels.union import union as by_bitmap
-
-noting = plain.noting
 
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
 SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
@@ -90,7 +88,7 @@ def late(vector: Tensor) -> bool:
 
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
-    array, bound = _array(vector), _key(limit)
+    array, bound = array_of(vector), key_of(limit)
     if array.size < INLINE:
         return loops.reaches(array, 0, array.size, bound)
     return any(together([partial(loops.reaches, array, a, b, bound) for a, b in ranges(array.size, 64)]))
@@ -106,42 +104,56 @@ def accumulate_(
     decay: float,
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates."""
-    arrays = [_array(vector) for vector in (residual, gradient, velocity) if vector is not None]
+    kept, fresh = array_of(residual), array_of(gradient)
     if velocity is None:
         if decay != 1.0:
             residual.mul_(decay)
-        loop: Callable[..., Any] = partial(loops.add, *arrays)
+        loop: Callable[..., Any] = partial(loops.add, kept, kept, fresh)
+        arrays = [kept, fresh]
     else:
-        numbers = np.float32(momentum), np.float32(scale)
-        loop = partial(loops.move, arrays[0], arrays[1], arrays[2], *numbers)
+        speed = array_of(velocity)
+        loop = partial(loops.move, kept, speed, kept, speed, fresh, np.float32(momentum), np.float32(scale))
+        arrays = [kept, fresh, speed]
     if search is None:
-        _without_search(loop, ranges(residual.numel(), 64))
+        without_search(loop, ranges(residual.numel(), 64))
         return None
-    return _collect(loop, residual.numel(), search, partial(_sums, arrays, momentum, scale))
+    return collect(loop, residual.numel(), search, partial(_sums, arrays, momentum, scale))
 
 
-def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
-    """Write residual + gradient to `out`. From numpy: torch's threads would wait for one that was put aside."""
-    arrays = [_array(vector) for vector in (residual, gradient, out)]
-    together([partial(_add, *(array[a:b] for array in arrays)) for a, b in ranges(out.numel(), 64)])
+def add_to(
+    out: Tensor, residual: Tensor, gradient: Tensor, begin: int, notes: Notes | None, motion: Motion | None
+) -> None:
+    """Write the sums of a part to `out`."""
+    part = slice(begin, begin + gradient.numel())
+    sums, kept, fresh = array_of(out[part]), array_of(residual[part]), array_of(gradient)
+    if motion is None:
+        loop: Callable[..., Any] = partial(loops.add, sums, kept, fresh)
+    else:
+        moved, velocity, momentum = motion
+        speeds = array_of(moved[part]), kept, array_of(velocity[part])
+        loop = partial(loops.move, sums, *speeds, fresh, np.float32(momentum), np.float32(1.0))
+    if notes is None:
+        without_search(loop, ranges(gradient.numel(), 64))
+    else:
+        notes.run(loop, part.start, part.stop)
 
 
-def _add(residual: Any, gradient: Any, out: Any) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever adds looks for Inf and NaN
-        np.add(residual, gradient, out=out)
+def noting(vector: Tensor, search: Search) -> Notes:
+    """Return the notes for a vector that is added to part by part."""
+    return Notes(vector.numel(), search)
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:
     """Return the entries at or above a floor; NaN and Inf are the largest of all."""
-    array = _array(vector)
+    array = array_of(vector)
     size = vector.numel() if search.size is None else search.size
-    return _collect(partial(loops.scan, array), size, search, array.__getitem__)
+    return collect(partial(loops.scan, array), size, search, array.__getitem__)
 
 
 def search_largest(vector: Tensor, r: int) -> Candidates:
     """Return candidates that include the r largest entries, without a previous guess."""
     d = vector.numel()
-    found = scan(vector, _unchecked(quantiles(_array(vector)[:: stride(d)], r, d)[0], r))
+    found = scan(vector, _unchecked(quantiles(array_of(vector)[:: stride(d)], r, d)[0], r))
     return found if len(found) >= r else scan(vector, _unchecked(0.0, r))
 
 
@@ -155,7 +167,7 @@ def _unchecked(floor: float, r: int) -> Search:
 def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int) -> Picked:
     """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
     parts = [(_places(positions), values.numpy()) for positions, values in candidates.parts]
-    search = partial(rank.rth, [values for _, values in parts], r, int(_key(candidates.floor)))
+    search = partial(rank.rth, [values for _, values in parts], r, int(key_of(candidates.floor)))
     drawing: list[Callable[[], Any]] = [search, words if callable(words) else lambda: words]
     end, bits = together(drawing, len(candidates))
     out = np.empty(k, np.int64), np.empty(k, np.float32)
@@ -178,12 +190,12 @@ def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) ->
         return
     if not indices.numel():
         return
-    places, given = indices.numpy(), _array(values)
+    places, given = indices.numpy(), array_of(values)
     if not loops.within(places, vector.numel()):
         low, high = int(places.min()), int(places.max())
         raise IndexError(f"indices must lie in [0, {vector.numel()}), got {low} to {high}")
     # numpy, because waking torch's threads for so few entries costs more than all the rest on a busy machine.
-    arrays = _array(vector), places, given if factor == 1.0 else given * np.float32(factor)
+    arrays = array_of(vector), places, given if factor == 1.0 else given * np.float32(factor)
     together([partial(loops.take_out, *arrays, a, b) for a, b in ranges(indices.numel(), 1, SCATTER)])
 
 
@@ -201,88 +213,9 @@ def _places(positions: Tensor) -> Any:
     return (positions.to(torch.int32) if fit else positions).numpy()
 
 
-def _array(vector: Tensor) -> Any:
-    return vector.detach().numpy()
-
-
-@functools.lru_cache(1024)  # mostly the same few limits
-def _key(magnitude: float) -> np.int32:
-    with np.errstate(over="ignore"):  # a guess beyond the largest float is Inf, which no entry reaches
-        return np.float32(magnitude).view(np.int32)
-
-
 def _sums(arrays: list[Any], momentum: float, scale: float, at: slice) -> Any:
     """Return some of the sums that the pass will write."""
     residual, gradient, *velocity = (array[at] for array in arrays)
     if not velocity:
         return residual + gradient
     return residual + (velocity[0] * np.float32(momentum) + gradient * np.float32(scale))
-
-
-def _floor(search: Search, size: int, sums: Callable[[slice], Any]) -> float:
-    """Return the floor of a search, or one from a sample if r is large and the sample contradicts it."""
-    if search.wanted is None or search.wanted < LARGE or not search.checks:
-        return search.floor
-    low, middle = quantiles(sums(slice(0, size, stride(size))), search.wanted, size)
-    if low <= search.floor <= middle:
-        search.checks -= 1
-        return search.floor
-    search.checks = CHECKS
-    return low
-
-
-def _collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[slice], Any]) -> Candidates:
-    """Run the pass over all ranges; entries from `search.size` on are accumulated, not searched."""
-    size = d if search.size is None else search.size
-    floor, cuts = _floor(search, size, sums), ranges(size, 64)
-    parts = together([partial(_part, loop, i, cuts, d, floor, search) for i in range(len(cuts))])
-    _without_search(loop, ((size, d),))
-    found = Candidates(tuple(parts), floor)
-    search.shares = [positions.numel() / max(1, len(found)) for positions, _ in parts]
-    if search.wanted is not None and not search.wanted <= len(found) <= search.wanted + search.wanted // 3:
-        search.checks = CHECKS
-    return found
-
-
-def _without_search(loop: Callable[..., Any], cuts: Cuts) -> None:
-    """Run the pass with a bound that no finite entry reaches."""
-
-    def nothing() -> tuple[Any, ...]:  # the loops write before they compare
-        return np.int32(0x7FFFFFFF), np.empty(loops.SPARE, np.int32), np.empty(loops.SPARE, np.float32), 0
-
-    together([partial(loop, begin, end, *nothing()) for begin, end in cuts])
-
-
-def _part(
-    loop: Callable[..., Any], part: int, cuts: Cuts, d: int, floor: float, search: Search
-) -> tuple[Tensor, Tensor]:
-    """Run the pass over one range; if arrays fill up, enlarge them first, then raise the bound."""
-    at, end = cuts[part]
-    bound, count = _key(floor), 0
-    wanted = end - at if search.wanted is None else min(search.wanted, end - at)
-    most = min(end - at, wanted + max(wanted // 3, (end - at) // 1024)) + 128
-    share = search.shares[part] if len(search.shares) == len(cuts) else 1 / len(cuts)
-    room = min(most, 256 + round(1.4 * wanted * share))
-    positions, values = search.take(part, room, np.int32 if d < 2**31 else np.int64)
-    while True:
-        at, count = loop(at, end, bound, positions, values, count)
-        if at == end:
-            search.put(part, positions, values)
-            return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
-        if positions.size < most:
-            room = min(most, 128 + 11 * positions.size // 10)
-            positions = _grown(positions, count, room)  # one after the other: three arrays, not four
-            values = _grown(values, count, room)
-        else:
-            search.checks = CHECKS
-            last = rank.rth([values[:count]], wanted, int(bound))
-            count = loops.keep(positions[:count], values[:count], last.key, last.ties)
-            if count != wanted:
-                raise AssertionError(f"{count} entries are kept where {wanted} are wanted: {last}")
-            bound = np.int32(last.key + 1)  # ties go to the earlier entry
-
-
-def _grown(array: Any, count: int, room: int) -> Any:
-    larger = np.empty(room, array.dtype)
-    larger[:count] = array[:count]
-    return larger

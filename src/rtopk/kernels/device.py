@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rtopk.kernels import draws, plain
 from rtopk.kernels.host import fetch, send
-from rtopk.kernels.search import Candidates, Pending, Picked, Search, room_for
+from rtopk.kernels.search import Candidates, Motion, Pending, Picked, Search, room_for
 
 BLOCK = 4096  # entries of a program
 # The shift and the number of the bits of a key that are counted, highest first.
@@ -40,7 +40,6 @@ INFINITE = 0x7F800000  # the key of Inf; those of NaN are above it
 
 zeros = plain.zeros
 reaches = plain.reaches
-add_to = plain.add_to
 union = plain.union
 
 
@@ -73,8 +72,28 @@ def accumulate_(
     """Add the gradient to the residual, or to the velocity and that to the residual; note the candidates."""
     notes = Notes(residual, search)
     keep = decay if velocity is None else momentum
-    notes.sweep(residual, residual, gradient, velocity=velocity, keep=keep, scale=scale)
+    speeds = None if velocity is None else (velocity, velocity)
+    notes.sweep(residual, residual, gradient, speeds=speeds, keep=keep, scale=scale)
     return None if search is None else notes.found(residual, search)
+
+
+def add_to(
+    out: Tensor,
+    residual: Tensor,
+    gradient: Tensor,
+    begin: int,
+    notes: "Notes | None",
+    motion: Motion | None,
+) -> None:
+    """Write the sums of a part to `out`; with notes in the same pass."""
+    if notes is None:
+        plain.add_to(out, residual, gradient, begin, notes, motion)
+        return
+    end = begin + gradient.numel()
+    if motion is None:
+        notes.sweep(out, residual, gradient, begin, end)
+    else:
+        notes.sweep(out, residual, gradient, begin, end, speeds=motion[:2], keep=motion[2])
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:
@@ -215,25 +234,32 @@ class Notes:
         gradient: Tensor | None = None,
         begin: int = 0,
         end: int | None = None,
-        velocity: Tensor | None = None,
+        speeds: tuple[Tensor, Tensor] | None = None,
         keep: float = 1.0,
         scale: float = 1.0,
     ) -> None:
-        """Run the pass over a part of a vector; every part of it is looked at once."""
+        """Run the pass over a part of a vector; every part of it is looked at once.
+
+        `speeds` are where the next velocity goes, and the velocity.
+        """
         end = vector.numel() if end is None else end
         options = {
             "ADDS": gradient is not None,
-            "MOVES": velocity is not None,
-            "DECAYS": velocity is None and keep != 1.0,
+            "MOVES": speeds is not None,
+            "DECAYS": speeds is None and keep != 1.0,
             "SEARCHES": self.floor >= 0.0,
         }
-        tensors = [vector if given is None else given for given in (gradient, velocity)]
+        tensors = [vector if gradient is None else gradient, *(speeds or (vector, vector))]
         first = begin // BLOCK
         numbers = first, begin, end, self.size, _key(max(0.0, self.floor)), keep, scale
         _launch(
             "sweep", vector, _blocks(end) - first, sums, vector, *tensors, *self.words, *numbers, **options
         )
         self.left -= end - begin
+
+    def look(self, sums: Tensor, begin: int, end: int) -> None:
+        """Note a part that was added elsewhere."""
+        self.sweep(sums, sums, None, begin, end)
 
     def found(self, vector: Tensor, search: Search) -> Marked | None:
         """Return the candidates in the vector; None if they are another search's, or parts are missing."""

@@ -26,6 +26,10 @@ def _at(ctx: Any, b: Any, array: Any, value: Any, index: Any, kind: Any) -> Any:
     return b.bitcast(b.gep(data, [index]), kind.as_pointer())
 
 
+def _all_at(ctx: Any, b: Any, kinds: Any, args: Any, index: Any) -> list[Any]:
+    return [_at(ctx, b, kind, arg, index, _FLOATS) for kind, arg in zip(kinds, args, strict=False)]
+
+
 def _splat(b: Any, vector: Any, scalar: Any) -> Any:
     undefined = ir.Constant(vector, ir.Undefined)
     lane = b.insert_element(undefined, scalar, ir.Constant(_INT, 0))
@@ -59,20 +63,22 @@ def _peak_group(typing: Any, vector: Any, start: Any, bound: Any) -> Any:
     return types.uint64(vector, types.intp, types.int32), emit
 
 
-def _add_group(typing: Any, residual: Any, gradient: Any, start: Any, bound: Any) -> Any:
+def _add_group(typing: Any, sums: Any, residual: Any, gradient: Any, start: Any, bound: Any) -> Any:
+    kinds = sums, residual, gradient
+
     def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        kept = _at(ctx, b, residual, args[0], args[2], _FLOATS)
-        total = b.fadd(
-            b.load(kept, align=4), b.load(_at(ctx, b, gradient, args[1], args[2], _FLOATS), align=4)
-        )
-        b.store(total, kept, align=4)
-        return _reach(b, total, args[3])
+        out, kept, fresh = _all_at(ctx, b, kinds, args, args[3])
+        total = b.fadd(b.load(kept, align=4), b.load(fresh, align=4))
+        b.store(total, out, align=4)
+        return _reach(b, total, args[4])
 
-    return types.uint64(residual, gradient, types.intp, types.int32), emit
+    return types.uint64(*kinds, types.intp, types.int32), emit
 
 
-def _momentum_group(
+def _move_group(
     typing: Any,
+    sums: Any,
+    moved: Any,
     residual: Any,
     velocity: Any,
     gradient: Any,
@@ -81,24 +87,21 @@ def _momentum_group(
     start: Any,
     bound: Any,
 ) -> Any:
-    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
-        kept = _at(ctx, b, residual, args[0], args[5], _FLOATS)
-        speed = _at(ctx, b, velocity, args[1], args[5], _FLOATS)
-        fresh = b.load(_at(ctx, b, gradient, args[2], args[5], _FLOATS), align=4)
-        # Three roundings, as in plain torch: no fused multiply-add.
-        moved = b.fadd(
-            b.fmul(b.load(speed, align=4), _splat(b, _FLOATS, args[3])),
-            b.fmul(fresh, _splat(b, _FLOATS, args[4])),
-        )
-        total = b.fadd(b.load(kept, align=4), moved)
-        b.store(moved, speed, align=4)
-        b.store(total, kept, align=4)
-        return _reach(b, total, args[6])
+    kinds = sums, moved, residual, velocity, gradient
 
-    signature = types.uint64(
-        residual, velocity, gradient, types.float32, types.float32, types.intp, types.int32
-    )
-    return signature, emit
+    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        out, faster, kept, speed, fresh = _all_at(ctx, b, kinds, args, args[7])
+        # Three roundings, as in plain torch: no fused multiply-add.
+        now = b.fadd(
+            b.fmul(b.load(speed, align=4), _splat(b, _FLOATS, args[5])),
+            b.fmul(b.load(fresh, align=4), _splat(b, _FLOATS, args[6])),
+        )
+        total = b.fadd(b.load(kept, align=4), now)
+        b.store(now, faster, align=4)
+        b.store(total, out, align=4)
+        return _reach(b, total, args[8])
+
+    return types.uint64(*kinds, types.float32, types.float32, types.intp, types.int32), emit
 
 
 def _prefetch(typing: Any, vector: Any, index: Any) -> Any:
@@ -213,7 +216,7 @@ def _float_bits(typing: Any, number: Any) -> Any:
 
 
 MAKERS: list[Any] = [
-    _scan_group, _peak_group, _add_group, _momentum_group, _prefetch, _lowest, _ones, _high, _address, _load_word,
+    _scan_group, _peak_group, _add_group, _move_group, _prefetch, _lowest, _ones, _high, _address, _load_word,
     _load_byte, _load_half, _store_word, _rotate, _bit_length, _float_bits,
 ]  # fmt: skip
 FOUND: dict[str, Any] = {maker.__name__[1:]: intrinsic(maker) for maker in MAKERS}

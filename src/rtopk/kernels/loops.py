@@ -15,7 +15,7 @@ from rtopk.kernels.simd import (
     add_group,
     deposit,
     lowest,
-    momentum_group,
+    move_group,
     ones,
     peak_group,
     prefetch,
@@ -93,7 +93,7 @@ def _rest(
     return end, count
 
 
-# Three loops that differ in one line: with a branch inside, LLVM no longer keeps a group in registers. Each
+# Three loops that differ in a few lines: with a branch inside, LLVM no longer keeps a group in registers. Each
 # starts at `begin` and stops at the end, or before a group that might not fit into `positions`; it returns where
 # it stopped and the number of entries stored. Gradients mostly lie in pages of 4 KiB, and the processor does not
 # prefetch across the end of a page, so the loops prefetch the next one.
@@ -116,6 +116,7 @@ def scan(
 
 @entry
 def add(
+    sums: Array,
     residual: Array,
     gradient: Array,
     begin: int,
@@ -125,26 +126,28 @@ def add(
     values: Array,
     count: int,
 ) -> tuple[int, int]:
-    """Add the gradient to the residual; store the entries that reach the bound."""
+    """Write residual + gradient to the sums, which may be the residual; store the entries that reach the bound."""
     room = positions.size - SPARE
     while begin + GROUP <= end and count <= room:
         if not begin % PAGE:
             prefetch(gradient, begin + PAGE)
-        found = add_group(residual, gradient, begin, bound)
-        count = _write(found, begin, residual, positions, values, count)
+        found = add_group(sums, residual, gradient, begin, bound)
+        count = _write(found, begin, sums, positions, values, count)
         begin += GROUP
     if begin + GROUP <= end or count > room:
         return begin, count
     for i in range(begin, end):
-        residual[i] += gradient[i]
-    return _rest(begin, end, bound, residual, positions, values, count)
+        sums[i] = residual[i] + gradient[i]
+    return _rest(begin, end, bound, sums, positions, values, count)
 
 
 @entry
 def move(
+    sums: Array,
+    moved: Array,
     residual: Array,
-    gradient: Array,
     velocity: Array,
+    gradient: Array,
     momentum: np.float32,
     scale: np.float32,
     begin: int,
@@ -154,20 +157,23 @@ def move(
     values: Array,
     count: int,
 ) -> tuple[int, int]:
-    """Update the velocity, add it to the residual; store the entries that reach the bound."""
+    """Do the same with the next velocity, momentum * velocity + scale * gradient, which goes to `moved`.
+
+    `moved` may be the velocity.
+    """
     room = positions.size - SPARE
     while begin + GROUP <= end and count <= room:
         if not begin % PAGE:
             prefetch(gradient, begin + PAGE)
-        found = momentum_group(residual, velocity, gradient, momentum, scale, begin, bound)
-        count = _write(found, begin, residual, positions, values, count)
+        found = move_group(sums, moved, residual, velocity, gradient, momentum, scale, begin, bound)
+        count = _write(found, begin, sums, positions, values, count)
         begin += GROUP
     if begin + GROUP <= end or count > room:
         return begin, count
     for i in range(begin, end):
-        velocity[i] = velocity[i] * momentum + gradient[i] * scale
-        residual[i] += velocity[i]
-    return _rest(begin, end, bound, residual, positions, values, count)
+        moved[i] = velocity[i] * momentum + gradient[i] * scale
+        sums[i] = residual[i] + moved[i]
+    return _rest(begin, end, bound, sums, positions, values, count)
 
 
 @entry

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rtopk.kernels import draws
 from rtopk.kernels.host import fetch, send
-from rtopk.kernels.search import Candidates, Pending, Picked, Search, quantiles, room_for, stride
+from rtopk.kernels.search import Candidates, Motion, Pending, Picked, Search, quantiles, room_for, stride
 
 BLOCK = 1 << 20
 
@@ -72,9 +72,18 @@ def accumulate_(  # the signature is that of every backend
     return None if search is None else scan(residual, search)
 
 
-def add_to(out: Tensor, residual: Tensor, gradient: Tensor) -> None:
-    """Write residual + gradient to `out`."""
-    torch.add(residual, gradient, out=out)
+def add_to(
+    out: Tensor, residual: Tensor, gradient: Tensor, begin: int, notes: Any, motion: Motion | None
+) -> None:
+    """Write the sums of a part, which has any shape, to `out`."""
+    end, shape = begin + gradient.numel(), gradient.shape
+    if motion is not None:
+        moved, velocity, momentum = motion
+        speed, faster = velocity[begin:end].view(shape), moved[begin:end].view(shape)
+        gradient = torch.mul(speed, momentum, out=faster).add_(gradient)
+    torch.add(residual[begin:end].view(shape), gradient, out=out[begin:end].view(shape))
+    if notes is not None:
+        notes.look(out, begin, end)
 
 
 def noting(vector: Tensor, search: Search) -> None:

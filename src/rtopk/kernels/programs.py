@@ -44,6 +44,7 @@ def sweep(
     sums,
     vector,
     gradient,
+    moved,
     velocity,
     bits,
     counts,
@@ -63,33 +64,33 @@ def sweep(
 ):
     """Accumulate a block of the part [begin, end) and note which sums reach the bound: one pass over memory.
 
-    `sums`, which may be the vector, gets vector + gradient (ADDS; the gradient begins at `begin`); with MOVES, the
-    velocity becomes keep * velocity + scale * gradient and is added instead; with DECAYS, the vector is multiplied
-    by `keep` first. Without ADDS the vector is only read. With SEARCHES, bit i of the block is set if entry i,
-    among the first `searched` of the vector, reaches the bound.
+    `sums`, which may be the vector, gets vector + gradient (ADDS; the gradient begins at `begin`); with MOVES,
+    `moved`, which may be the velocity, gets keep * velocity + scale * gradient, and that is added instead; with
+    DECAYS, the vector is multiplied by `keep` first. Without ADDS the vector is only read. With SEARCHES, bit i of
+    the block is set if entry i, among the first `searched` of the vector, reaches the bound.
 
     Who writes where: program p has block p + first. It alone reads and writes the block's entries that lie in the
-    part, in sums, vector and velocity, and parts do not overlap. The block's words of bits and counts are its own
-    too, unless it is cut by an end of the part; then a program of the part beside it may write them, so bits are
-    set and counts added atomically, from zero. PEAK is shared, a maximum. None depends on the order.
+    part, in sums, vector, moved and velocity, and parts do not overlap. The block's words of bits and counts are
+    its own too, unless it is cut by an end of the part; then a program of the part beside it may write them, so
+    bits are set and counts added atomically, from zero. PEAK is shared, a maximum. None depends on the order.
     """
     start = (tl.program_id(0) + first).to(tl.int64) * BLOCK
     # A whole block needs no mask, and its loads are as wide as the machine allows.
     if (start >= begin) & (start + BLOCK <= end):
         _sweep(
-            sums, vector, gradient, velocity, bits, counts, state, start, begin, end, searched, bound, keep, scale,
-            ADDS, MOVES, DECAYS, SEARCHES, True, BLOCK,
+            sums, vector, gradient, moved, velocity, bits, counts, state, start, begin, end, searched, bound, keep,
+            scale, ADDS, MOVES, DECAYS, SEARCHES, True, BLOCK,
         )  # fmt: skip
     else:
         _sweep(
-            sums, vector, gradient, velocity, bits, counts, state, start, begin, end, searched, bound, keep, scale,
-            ADDS, MOVES, DECAYS, SEARCHES, False, BLOCK,
+            sums, vector, gradient, moved, velocity, bits, counts, state, start, begin, end, searched, bound, keep,
+            scale, ADDS, MOVES, DECAYS, SEARCHES, False, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _sweep(
-    sums, vector, gradient, velocity, bits, counts, state, start, begin, end, searched, bound, keep, scale,
+    sums, vector, gradient, moved, velocity, bits, counts, state, start, begin, end, searched, bound, keep, scale,
     ADDS: tl.constexpr, MOVES: tl.constexpr, DECAYS: tl.constexpr, SEARCHES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +109,7 @@ def _sweep(
         if MOVES:
             speed = tl.load(velocity + start + lanes, mask=inside, other=None if WHOLE else 0.0)
             fresh = speed * keep + fresh * scale
-            tl.store(velocity + start + lanes, fresh, mask=inside)
+            tl.store(moved + start + lanes, fresh, mask=inside)
         if DECAYS:
             total = total * keep
         total = total + fresh

@@ -6,7 +6,7 @@ never what is selected, so it is not part of any checkpoint.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ SAFETY = 2.0
 TREND = 0.3
 
 _NOTHING = np.empty(0, np.int32)
+
+Motion = tuple[Tensor, Tensor, float]  # where the next velocity is written, the velocity, momentum
 
 
 class Candidates:
@@ -107,8 +109,9 @@ class Search:
         self.steps = 0
         self.second_scans = 0  # steps with too few candidates, including the first
         self.checks = CHECKS  # the number of further passes in which the floor is compared with a sample
-        self.shares: list[float] = []  # each part's share of the last candidates
-        self._arrays: dict[int, tuple[Any, Any]] = {}
+        self._used_for = ""  # the ranges whose arrays are kept
+        self._arrays: dict[Hashable, tuple[Any, Any]] = {}  # of ranges of the vector
+        self._counts: dict[Hashable, int] = {}  # how many candidates they held last
         self._last: tuple[float, int] | None = None  # the r-th magnitude of the last step, and its r
         self._trend = 0.0  # recent growth of its logarithm per step
         self._margin = FIRST_MARGIN  # how far it may fall below that
@@ -134,20 +137,30 @@ class Search:
             self._trend += TREND * (grown - self._trend)
         self._last = (magnitude, r)
 
-    def take(self, part: int, room: int, place: Any) -> tuple[Any, Any]:
+    def take(self, key: Hashable, room: int, place: Any) -> tuple[Any, Any]:
         """Return arrays with about that much room: the kept ones, unless they are far too small or too large.
 
         Arrays are reused from step to step because the first write to new memory is slow.
         """
-        positions, values = self._arrays.pop(part, (_NOTHING, _NOTHING))
+        positions, values = self._arrays.pop(key, (_NOTHING, _NOTHING))
         if positions.dtype == place and room - room // 8 <= positions.size <= room + room // 4 + 256:
             return positions, values
         del positions, values  # before the new ones are made
         return np.empty(room, place), np.empty(room, np.float32)
 
-    def put(self, part: int, positions: Any, values: Any) -> None:
-        """Keep the arrays."""
-        self._arrays[part] = positions, values
+    def put(self, key: Hashable, positions: Any, values: Any, count: int) -> None:
+        """Keep the arrays of a range, and how many candidates it had."""
+        self._arrays[key], self._counts[key] = (positions, values), count
+
+    def last(self, key: Hashable, unknown: int) -> int:
+        """Return how many candidates a range had last, or `unknown`."""
+        return self._counts.get(key, unknown)
+
+    def use(self, ranges_of: str) -> None:
+        """Look at these ranges next; the arrays of others are not held beside theirs."""
+        if self._used_for != ranges_of:
+            self._used_for = ranges_of
+            self._arrays.clear()
 
 
 def room_for(r: int, size: int) -> int:

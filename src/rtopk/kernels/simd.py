@@ -29,20 +29,29 @@ def peak_group(vector: Array, start: Num, bound: Num) -> Num:
 
 
 @instruction
-def add_group(residual: Array, gradient: Array, start: Num, bound: Num) -> Num:
-    """Add the gradient to the residual in 64 entries and return which reach the bound."""
-    residual[start : start + GROUP] += gradient[start : start + GROUP]
-    return scan_group(residual, start, bound)
+def add_group(sums: Array, residual: Array, gradient: Array, start: Num, bound: Num) -> Num:
+    """Write residual + gradient to 64 entries of the sums and return which reach the bound."""
+    at = slice(start, start + GROUP)
+    sums[at] = residual[at] + gradient[at]
+    return scan_group(sums, start, bound)
 
 
 @instruction
-def momentum_group(
-    residual: Array, velocity: Array, gradient: Array, momentum: Any, scale: Any, start: Num, bound: Num
+def move_group(
+    sums: Array,
+    moved: Array,
+    residual: Array,
+    velocity: Array,
+    gradient: Array,
+    momentum: Any,
+    scale: Any,
+    start: Num,
+    bound: Num,
 ) -> Num:
-    """Update velocity and residual in 64 entries and return which of the residual reach the bound."""
+    """Write 64 entries of the next velocity, and residual + that to the sums; return which sums reach the bound."""
     at = slice(start, start + GROUP)
-    velocity[at] = velocity[at] * momentum + gradient[at] * scale
-    return add_group(residual, velocity, start, bound)
+    moved[at] = velocity[at] * momentum + gradient[at] * scale
+    return add_group(sums, residual, moved, start, bound)
 
 
 @instruction

@@ -128,14 +128,13 @@ class Group:
         return next(name for name, (_, end) in self.bounds.items() if index < end)
 
     def _compress_parts(self, spans: list[tuple[int, int]], step: int) -> Tensor:
-        """Compress gradients that the memory has already; the residual of some spans is set aside."""
-        kept = {} if self._before is None else self._before
-        for begin, end in spans:
-            self.sparsifier.memory.put(begin, -kept["residual"][begin:end])  # type: ignore[attr-defined]
+        """Compress gradients that the memory has already; what it holds of some spans is set aside."""
+        memory = self.sparsifier.memory
+        for span in spans:
+            memory.leave_out(*span)  # type: ignore[attr-defined]
         payload = self.sparsifier.compress(None, step)
-        for begin, end in spans:
-            places = torch.arange(begin, end, device=kept["residual"].device)
-            self._give_back(places, kept["residual"][begin:end])
+        for span in spans:
+            memory.bring_back(*span)  # type: ignore[attr-defined]
         return payload
 
     def _compress_without(self, spans: list[tuple[int, int]], gradient: Tensor, step: int) -> Tensor:

@@ -318,7 +318,9 @@ def _densities(schedule: Schedule, name: str = "density") -> str:
 
 def _by_numbers(value: object) -> str:
     numbers = {
-        n: v for n, v in getattr(value, "__dict__", {}).items() if isinstance(v, bool | int | float | str)
+        n: v
+        for n, v in getattr(value, "__dict__", {}).items()
+        if isinstance(v, bool | int | float | str) and not n.startswith("_")  # those change from step to step
     }
     return f"{type(value).__name__} {numbers}"
 

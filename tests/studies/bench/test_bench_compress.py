@@ -11,12 +11,12 @@ from rtopk.studies.bench.compress import METHODS, CompressPlan, CompressRow, bar
 from rtopk.tools.cli import app
 
 
-@pytest.mark.parametrize("name", ["rtopk", "hook", "topk", "dgc"])
+@pytest.mark.parametrize("name", ["rtopk", "hook", "momentum", "topk", "dgc"])
 def test_a_method_takes_k_of_the_r_largest_out(name):
     gradient = synthetic(20_000, 1).vectors[0]
-    method = METHODS[name](20_000, 100)
+    method = METHODS[name](20_000, 100, 500)
     method.step(gradient, 0)
-    residual = method.memory.residual if name in ("rtopk", "hook") else method.residual
+    residual = method.memory.residual if name in ("rtopk", "hook", "momentum") else method.residual
     taken = (residual != gradient).nonzero()[:, 0]
     assert taken.numel() == 100
     assert not residual[taken].any()
@@ -31,7 +31,7 @@ def test_json_has_every_row(monkeypatch):
     rows = json.loads(result.stdout)["rows"]
     assert set(rows[0]) == {"d", "density", "threads", "data", "method", "ms", "over_floor"}
     seen = {(row["density"], row["threads"], row["data"], row["method"]) for row in rows}
-    assert len(seen) == len(rows) == 2 * 1 * 2 * 5
+    assert len(seen) == len(rows) == 2 * 1 * 2 * 6
     assert {row["data"] for row in rows} == {"synthetic", "real"}
     assert all(row["over_floor"] == 1.0 for row in rows if row["method"] == "floor")
     assert all(row["ms"] > 0.0 for row in rows)

@@ -6,7 +6,7 @@ step to step; `over_floor` is the median of the ratios within a repetition, so w
 disturbs both sides. Before every timed step a buffer larger than the cache is read: all start cold.
 
 Ours is memory and selector of this library; the rivals are what others do: a full `abs().topk`, and DGC's sampled
-threshold. All draw k of the r largest with the same generator.
+threshold. All draw k of the r largest with the same generator; r = k, the default, is top-k.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rtopk.codec import Codec
 from rtopk.layout import Layout
-from rtopk.memory import ErrorFeedback
+from rtopk.memory import ErrorFeedback, MomentumCorrection
 from rtopk.seed import generator
 from rtopk.select import RTopK, draw
 from rtopk.sparse import SparseVector
@@ -34,7 +34,6 @@ SIZES = (1_000_000, 11_200_000, 66_000_000)
 DENSITIES = (0.01, 0.001)
 WARM = 12  # steps before the first measured one: the residual grows fast at first
 LARGE = 11_000_000  # below it the interpreter takes most of a step
-FACTOR = 5  # r / k
 NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
@@ -48,7 +47,7 @@ class Method(Protocol):
 class Floor:
     """Only accumulate."""
 
-    def __init__(self, d: int, k: int) -> None:
+    def __init__(self, d: int, k: int, r: int) -> None:
         self.residual = torch.zeros(d)
 
     def step(self, gradient: Tensor, step: int) -> None:
@@ -69,10 +68,10 @@ class Uncoded(Codec):
 class Fused:
     """This library: memory and selector."""
 
-    def __init__(self, d: int, k: int) -> None:
-        self.k = k
-        self.memory = ErrorFeedback()
-        self.node = Sparsifier(RTopK(r_over_k=FACTOR), k / d if d else 1.0, self.memory, Uncoded())
+    def __init__(self, d: int, k: int, r: int) -> None:
+        self.memory: ErrorFeedback | MomentumCorrection = ErrorFeedback()
+        rule = RTopK(r_over_k=r / k)
+        self.node = Sparsifier(rule, k / d if d else 1.0, self.memory, Uncoded())
 
     def step(self, gradient: Tensor, step: int) -> None:
         """Accumulate, select, take out."""
@@ -82,8 +81,8 @@ class Fused:
 class Hook(Fused):
     """This library as its DDP hook runs it: sums go to a second residual, so that a step can be undone."""
 
-    def __init__(self, d: int, k: int) -> None:
-        super().__init__(d, k)
+    def __init__(self, d: int, k: int, r: int) -> None:
+        super().__init__(d, k, r)
         self.node.layout = Layout(("gradient",), ((d,),), dense_size=0)
 
     def step(self, gradient: Tensor, step: int) -> None:
@@ -97,29 +96,37 @@ class Hook(Fused):
             self.node.compress(None, step)
 
 
+class MomentumHook(Hook):
+    """The same with SGD's momentum in the memory, as README's line has it: two reads and a write more per entry."""
+
+    def __init__(self, d: int, k: int, r: int) -> None:
+        super().__init__(d, k, r)
+        self.node.memory = self.memory = MomentumCorrection(0.9)
+
+
 class FullTopK:
     """The usual way: abs().topk over the whole vector."""
 
-    def __init__(self, d: int, k: int) -> None:
-        self.k, self.residual = k, torch.zeros(d)
+    def __init__(self, d: int, k: int, r: int) -> None:
+        self.k, self.r, self.residual = k, r, torch.zeros(d)
 
     def step(self, gradient: Tensor, step: int) -> None:
         """Accumulate, select, take out."""
         self.residual.add_(gradient)
-        best = self.residual.abs().topk(FACTOR * self.k, sorted=False).indices
+        best = self.residual.abs().topk(self.r, sorted=False).indices
         _send(self.residual, best, self.k, step)
 
 
 class SampledThreshold:
     """DGC: the threshold of a sample of 1 %, corrected until it fits roughly (as in the GRACE library)."""
 
-    def __init__(self, d: int, k: int) -> None:
-        self.k, self.residual = k, torch.zeros(d)
+    def __init__(self, d: int, k: int, r: int) -> None:
+        self.k, self.r, self.residual = k, r, torch.zeros(d)
 
     def step(self, gradient: Tensor, step: int) -> None:
         """Accumulate, select, take out."""
         self.residual.add_(gradient)
-        d, r = self.residual.numel(), FACTOR * self.k
+        d, r = self.residual.numel(), self.r
         magnitude = self.residual.abs()
         sample = magnitude[torch.randint(d, (max(1, d // 100),), generator=generator(step, "sample"))]
         threshold = float(sample.topk(max(1, r * sample.numel() // d), sorted=False).values.min())
@@ -139,10 +146,11 @@ def _send(residual: Tensor, best: Tensor, k: int, step: int) -> None:
     residual[sent.indices] -= sent.values
 
 
-METHODS: dict[str, Callable[[int, int], Method]] = {
+METHODS: dict[str, Callable[[int, int, int], Method]] = {
     "floor": Floor,
     "rtopk": Fused,
     "hook": Hook,
+    "momentum": MomentumHook,
     "topk": FullTopK,
     "dgc": SampledThreshold,
 }
@@ -156,7 +164,7 @@ class CompressRow:
     density: float
     threads: int
     data: str  # synthetic or real
-    method: str  # rtopk, hook, topk, dgc or floor
+    method: str  # a name in METHODS
     ms: float
     over_floor: float
 
@@ -169,6 +177,7 @@ class CompressPlan:
     densities: tuple[float, ...] = DENSITIES
     threads: tuple[int, ...] = (1, 2)
     repetitions: int = 25
+    r_over_k: int = 1  # all draw k of so many times k
     rivals_every: int = 10  # rivals take long: they run in every n-th repetition
     data_dir: Path | None = None
 
@@ -205,7 +214,7 @@ def compare(
     """Run all methods interleaved on one kind of data."""
     d = gradients.size
     k = entries_sent(d, density)
-    methods = {name: make(d, k) for name, make in METHODS.items()}
+    methods = {name: make(d, k, min(d, plan.r_over_k * k)) for name, make in METHODS.items()}
     flush = torch.zeros(32_000_000)  # 128 MB
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     ratios: dict[str, list[float]] = {name: [] for name in methods}
@@ -236,7 +245,8 @@ def beside_neighbour(gradients: Gradients, density: float, repetitions: int) -> 
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     before, taken = torch.get_num_threads(), ([], [])  # type: tuple[int, tuple[list[float], list[float]]]
     try:
-        methods = [Hook(gradients.size, entries_sent(gradients.size, density)) for _ in taken]
+        k = entries_sent(gradients.size, density)
+        methods = [Hook(gradients.size, k, k) for _ in taken]
         for step in range(repetitions):
             for threads, method in enumerate(methods, 1):
                 torch.set_num_threads(threads)

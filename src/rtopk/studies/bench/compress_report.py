@@ -18,7 +18,6 @@ from rtopk.sparsifier import Sparsifier
 from rtopk.studies.bench import Gradients, real, synthetic
 from rtopk.studies.bench.compress import (
     DENSITIES,
-    FACTOR,
     WARM,
     Bar,
     CompressRow,
@@ -35,10 +34,22 @@ from rtopk.tools.show.terminal import console, table
 from rtopk.tools.show.terminal import markdown as markdown_table
 
 Measured = list[tuple[str, list[CompressRow]]]  # what the gradients are, and their rows
-HEAD = ("gradients", "d", "density", "threads", "floor ms", "hook ms", "hook", "alone", "dgc", "topk")
+HEAD = (
+    "gradients",
+    "d",
+    "density",
+    "threads",
+    "floor ms",
+    "hook ms",
+    "hook",
+    "momentum",
+    "alone",
+    "dgc",
+    "topk",
+)
 NOTE = (
-    "hook: rtopk as in the DDP hook; alone: as in Sparsifier.compress. hook, alone, dgc, topk: times the floor, "
-    "the median of the ratios within a repetition"
+    "hook: rtopk as in the DDP hook; momentum: the same with momentum in the memory; alone: as in "
+    "Sparsifier.compress. From hook on: times the floor, the median of the ratios within a repetition"
 )
 
 
@@ -60,7 +71,8 @@ def breakdown(gradients: Gradients, threads: int, density: float, repetitions: i
     The check is what `add` does first; here it is timed by itself, and taken off the time of `add`.
     """
     d, flush = gradients.size, torch.zeros(32_000_000)
-    floor, method = Floor(d, 0), Fused(d, round(density * d))
+    k = round(density * d)
+    floor, method = Floor(d, k, k), Fused(d, k, k)
     ratios: dict[str, list[float]] = {"check": [], "pass": [], "select": [], "subtract": []}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -71,10 +83,10 @@ def breakdown(gradients: Gradients, threads: int, density: float, repetitions: i
         flush.sum()
         check = _seconds(partial(reaches, gradient, 2.0**100))[0]
         flush.sum()
-        search, r = method.node.search, FACTOR * method.k
-        search.aim(r, d)  # before there is a guess, from zero
+        search = method.node.search
+        search.aim(k, d)  # before there is a guess, from zero
         adding, vector = _seconds(partial(method.memory.add, gradient, search))
-        selecting, sent = _seconds(partial(draw_largest, vector, method.k, r, generator(step), search))
+        selecting, sent = _seconds(partial(draw_largest, vector, k, k, generator(step), search))
         taking = _seconds(partial(method.memory.subtract, sent))[0]
         if step >= 0:
             taken = {"check": check, "pass": adding - check, "select": selecting, "subtract": taking}
@@ -96,13 +108,13 @@ def peak_memory(gradients: Gradients, density: float = 0.001) -> float:
     Extra is all but gradient and residual, the arrays that are kept for the next step included. Every array
     of the step is made by numpy, which reports to tracemalloc.
     """
-    d = gradients.size
-    warm = Fused(100_000, 100)  # compiles the loops
+    d, k = gradients.size, round(density * gradients.size)
+    warm = Fused(100_000, 100, 100)  # compiles the loops
     for step in range(3):
         warm.step(gradients.vectors[step][:100_000], step)
     tracemalloc.start()
     try:
-        method = Fused(d, round(density * d))
+        method = Fused(d, k, k)
         for step in range(WARM):
             method.step(gradients.at(step), step)
         peak = 0.0
@@ -118,7 +130,7 @@ def peak_memory(gradients: Gradients, density: float = 0.001) -> float:
 def second_scans(steps: int = 400, density: float = 0.01) -> tuple[int, int, float]:
     """Train an MLP on digits; return d, steps and the share of steps that needed a second scan."""
     config = Config(
-        nodes=1, rounds=steps, density=density, r_over_k=FACTOR, momentum=0.0, learning_rate=0.1,
+        nodes=1, rounds=steps, density=density, r_over_k=1.0, momentum=0.0, learning_rate=0.1,
         rate_schedule="constant",
     )  # fmt: skip
     run = Run(config, wide_digits(256)(config))
@@ -173,7 +185,7 @@ def lines(measured: Measured) -> list[list[str]]:
         for (d, density, threads), of in by_setting.items():
             cells = [source, f"{d / 1e6:.2f} M", f"{100 * density:g} %", f"{threads}"]
             cells += [f"{of['floor'].ms:.2f}", f"{of['hook'].ms:.2f}", f"{of['hook'].over_floor:.2f}"]
-            cells.append(f"{of['rtopk'].over_floor:.2f}")
+            cells += [f"{of[name].over_floor:.2f}" for name in ("momentum", "rtopk")]
             found.append([*cells, f"{of['dgc'].over_floor:.1f}", f"{of['topk'].over_floor:.1f}"])
     return found
 

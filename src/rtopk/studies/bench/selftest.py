@@ -32,7 +32,7 @@ from rtopk.memory import DecayedErrorFeedback, ErrorFeedback, Memory, MomentumCo
 from rtopk.seed import generator
 from rtopk.select import RTopK
 from rtopk.sparsifier import Sparsifier, entries_sent
-from rtopk.studies.bench.compress import FACTOR, METHODS
+from rtopk.studies.bench.compress import METHODS
 from rtopk.studies.bench.selftest_ranks import two_ranks
 
 Tell = Callable[[str], None]
@@ -255,7 +255,7 @@ def step_alike(device: torch.device, plan: SelftestPlan) -> str:
 
 def _node(d: int, memory: Memory, form: str = "fp32") -> Sparsifier:
     layout = Layout(("gradient",), ((d,),), dense_size=0)
-    return Sparsifier(RTopK(r_over_k=FACTOR), 0.02, memory, Codec(form), layout=layout)
+    return Sparsifier(RTopK(r_over_k=5), 0.02, memory, Codec(form), layout=layout)
 
 
 def _step(node: Sparsifier, gradient: Tensor, step: int, in_parts: bool) -> Tensor:
@@ -321,7 +321,7 @@ def measure(device: torch.device, d: int, repetitions: int, density: float = 0.0
     """Measure a step of each method: ours, `add_`, `torch.topk`, DGC's threshold; milliseconds, medians."""
     k = entries_sent(d, density)
     with device:
-        methods = {name: make(d, k) for name, make in METHODS.items()}
+        methods = {name: make(d, k, k) for name, make in METHODS.items()}
     gradients = [(torch.randn(d, generator=generator("timed", i)) ** 3).to(device) for i in range(3)]
     taken: dict[str, list[float]] = {name: [] for name in methods}
     for step in range(3 + repetitions):

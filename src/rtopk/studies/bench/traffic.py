@@ -94,9 +94,7 @@ STEPS: dict[str, tuple[Stage, ...]] = {
         *REST,
     ),
     "the hook, momentum correction": (
-        Stage("put: join the gradient", entry=8, launches=TENSORS),
-        Stage("copy residual and velocity, to go back", entry=16, launches=2),
-        Stage("accumulate, check and mark", entry=20 + NOTES, launches=2),
+        Stage("put: accumulate, check and mark", entry=20 + NOTES, launches=1 + TENSORS),
         *SELECT,
         Stage("clear the velocity of what was sent", sent=8 + SECTOR),
         *REST,

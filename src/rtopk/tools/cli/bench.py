@@ -18,6 +18,7 @@ def compress(
     quick: bool = typer.Option(False, "--quick", help="Only d = 11.2 M, in under 40 s."),
     threads: list[int] = typer.Option([], "--threads", help="Threads; repeat for several."),
     d: list[int] = typer.Option([], "--d", min=1000, help="Entries; repeat for several."),
+    r_over_k: int = typer.Option(1, "--r-over-k", min=1, help="Draw k of so many times k; 1 is top-k."),
     data_dir: Path | None = typer.Option(
         None, "--data-dir", envvar="RTOPK_DATA", help="CIFAR-10 and PTB; else digits, manual."
     ),
@@ -30,7 +31,7 @@ def compress(
     from rtopk.studies.bench import compress_report as report
     from rtopk.tools.show.terminal import errors
 
-    plan = replace(bench.QUICK if quick else bench.CompressPlan(), data_dir=data_dir)
+    plan = replace(bench.QUICK if quick else bench.CompressPlan(), data_dir=data_dir, r_over_k=r_over_k)
     plan = replace(plan, threads=tuple(threads) or plan.threads, sizes=tuple(d) or plan.sizes)
     with errors.status("") as status:
         measured = list(bench.measure(plan, status.update))

@@ -1,0 +1,174 @@
+"""The passes of the `cpu` backend: over a whole vector, or over its parts as they come, and the candidates of both.
+
+Whoever writes sums, in place or elsewhere, has them in registers and compares them with the floor of a search. So
+candidates are found in the same pass. A pass is shared by threads in pieces. Of each piece the arrays are kept
+from step to step; how many candidates it had then says how large they must be.
+"""
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rtopk.kernels import loops, rank
+from rtopk.kernels.search import CHECKS, LARGE, Candidates, Search, quantiles, stride
+from rtopk.kernels.threads import Cuts, ranges, together
+
+SMALL = 1 << 13  # entries; smaller parts are searched together with their neighbours
+Part = tuple[Tensor, Tensor]  # positions and values of candidates
+
+
+def array_of(vector: Tensor) -> Any:
+    """Return a vector as numpy sees it."""
+    return vector.detach().numpy()
+
+
+@functools.lru_cache(1024)  # mostly the same few limits
+def key_of(magnitude: float) -> np.int32:
+    """Return the key of a magnitude."""
+    with np.errstate(over="ignore"):  # a guess beyond the largest float is Inf, which no entry reaches
+        return np.float32(magnitude).view(np.int32)
+
+
+def collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[slice], Any]) -> Candidates:
+    """Run a pass over a whole vector; entries from `search.size` on are accumulated, not searched."""
+    size = d if search.size is None else search.size
+    floor, cuts = _floor(search, size, sums), ranges(size, 64)
+    search.use("whole")
+    parts = together([partial(_part, loop, *cut, 0, d, floor, search) for cut in cuts])
+    without_search(loop, ((size, d),))
+    found = Candidates(tuple(parts), floor)
+    if search.wanted is not None and not search.wanted <= len(found) <= search.wanted + search.wanted // 3:
+        search.checks = CHECKS
+    return found
+
+
+def without_search(loop: Callable[..., Any], cuts: Cuts) -> None:
+    """Run a pass with a bound that no finite entry reaches."""
+
+    def nothing() -> tuple[Any, ...]:  # the loops write before they compare
+        return np.int32(0x7FFFFFFF), np.empty(loops.SPARE, np.int32), np.empty(loops.SPARE, np.float32), 0
+
+    together([partial(loop, begin, end, *nothing()) for begin, end in cuts])
+
+
+class Notes:
+    """Candidates of a vector whose parts are written one after the other, in any order."""
+
+    def __init__(self, d: int, search: Search) -> None:
+        self.search, self.d = search, d
+        self.floor, self.size = search.floor, d if search.size is None else search.size
+        self.left = d  # entries that have not been written
+        self._parts: dict[int, Part] = {}  # by where they begin
+        self._small: list[tuple[int, int]] = []  # written, not searched yet
+        self._room = self.size if search.wanted is None else 2 * search.wanted
+        search.use("parts")
+
+    def look(self, sums: Tensor, begin: int, end: int) -> None:
+        """Note a part that was added elsewhere."""
+        if end - begin < SMALL:
+            self._small.append((begin, end))
+        else:
+            self._run(partial(loops.scan, array_of(sums[begin:end])), begin, end)
+
+    def run(self, loop: Callable[..., Any], begin: int, end: int) -> None:
+        """Run a pass over [begin, end); `loop` counts from there."""
+        if end - begin < SMALL:
+            without_search(loop, ((0, end - begin),))
+            self._small.append((begin, end))
+        else:
+            self._run(loop, begin, end)
+
+    def _run(self, loop: Callable[..., Any], begin: int, end: int) -> None:
+        self.left -= end - begin
+        last = max(begin, min(end, self.size))
+        cuts = ranges(last - begin, 64)
+        if last == begin or self._room < 0:
+            without_search(loop, ranges(end - begin, 64))
+            return
+        tasks = [partial(_part, loop, a, b, begin, self.d, self.floor, self.search) for a, b in cuts]
+        for (a, _), part in zip(cuts, together(tasks), strict=True):
+            self._parts[begin + a] = part
+            self._room -= part[0].numel()
+        without_search(loop, ((last - begin, end - begin),))
+
+    def found(self, vector: Tensor, search: Search) -> Candidates | None:
+        """Return the candidates; None if they are another search's, parts are missing, or they are far too many."""
+        for begin, end in _joined(self._small):
+            self._run(partial(loops.scan, array_of(vector[begin:end])), begin, end)
+        self._small.clear()
+        asked = (search.floor, vector.numel() if search.size is None else search.size)
+        if self.left or self._room < 0 or (self.floor, self.size) != asked:
+            return None
+        parts = [part for _, part in sorted(self._parts.items()) if part[0].numel()]
+        if not parts:
+            return None
+        joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        cuts = ranges(joined[0].numel(), 64)
+        return Candidates(tuple((joined[0][a:b], joined[1][a:b]) for a, b in cuts), self.floor)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans that do not overlap in order, neighbours as one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if joined and joined[-1][1] == begin:
+            begin, _ = joined.pop()
+        joined.append((begin, end))
+    return joined
+
+
+def _floor(search: Search, size: int, sums: Callable[[slice], Any]) -> float:
+    """Return the floor of a search, or one from a sample if r is large and the sample contradicts it."""
+    if search.wanted is None or search.wanted < LARGE or not search.checks:
+        return search.floor
+    low, middle = quantiles(sums(slice(0, size, stride(size))), search.wanted, size)
+    if low <= search.floor <= middle:
+        search.checks -= 1
+        return search.floor
+    search.checks = CHECKS
+    return low
+
+
+def _part(
+    loop: Callable[..., Any], begin: int, end: int, offset: int, d: int, floor: float, search: Search
+) -> Part:
+    """Run the pass over one range; if arrays fill up, enlarge them first, then raise the bound.
+
+    The range begins `offset` entries later in the vector.
+    """
+    at, bound, count, key = begin, key_of(floor), 0, (offset + begin, offset + end)
+    size = end - begin
+    wanted = size if search.wanted is None else min(search.wanted, size)
+    most = min(size, wanted + max(wanted // 3, size // 1024)) + 128
+    room = min(most, 256 + round(1.2 * search.last(key, wanted * size // d)))
+    positions, values = search.take(key, room, np.int32 if d < 2**31 else np.int64)
+    while True:
+        at, count = loop(at, end, bound, positions, values, count)
+        if at == end:
+            search.put(key, positions, values, count)
+            found = positions[:count]
+            if offset:
+                found += offset
+            return torch.from_numpy(found), torch.from_numpy(values[:count])
+        if positions.size < most:
+            room = min(most, 128 + 11 * positions.size // 10)
+            positions = _grown(positions, count, room)  # one after the other: three arrays, not four
+            values = _grown(values, count, room)
+        else:
+            search.checks = CHECKS
+            last = rank.rth([values[:count]], wanted, int(bound))
+            count = loops.keep(positions[:count], values[:count], last.key, last.ties)
+            if count != wanted:
+                raise AssertionError(f"{count} entries are kept where {wanted} are wanted: {last}")
+            bound = np.int32(last.key + 1)  # ties go to the earlier entry
+
+
+def _grown(array: Any, count: int, room: int) -> Any:
+    larger = np.empty(room, array.dtype)
+    larger[:count] = array[:count]
+    return larger

@@ -1,0 +1,141 @@
+"""A gradient that comes in parts: sums, velocities and selection of a whole one, to the bit, on every backend."""
+
+import numpy as np
+import pytest
+import structured
+import torch
+from chosen import prefer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtopk import kernels
+from rtopk.kernels import collect, draws
+from rtopk.kernels.search import Search
+from rtopk.memory import ErrorFeedback, MomentumCorrection
+
+MEMORIES = {
+    "error feedback": ErrorFeedback,
+    "momentum": lambda: MomentumCorrection(0.9),
+    "nesterov": lambda: MomentumCorrection(0.9, nesterov=True),
+}
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+
+
+def by_hand(state, gradient, kind):
+    """Return the next state, every operation rounded by itself."""
+    gradient = gradient.to(torch.float32)
+    if kind == "error feedback":
+        return {"residual": state["residual"] + gradient}
+    factor = torch.tensor(0.9)
+    velocity = state["velocity"] * factor + gradient
+    ahead = velocity * factor + gradient if kind == "nesterov" else velocity
+    return {"residual": state["residual"] + ahead, "velocity": velocity}
+
+
+def same(one, other):
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def shaped(part, random):
+    """Return a part in the memory order of some parameter."""
+    if part.numel() and part.numel() % 2 == 0 and random.random() < 0.5:
+        return part.view(2, -1).T.contiguous().T  # channels-last, so to speak
+    return part
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize(
+    ("backend", "most", "examples"), [("cpu", 30_000, 40), ("torch", 30_000, 15), ("triton", 6_000, 5)]
+)
+def test_parts_are_as_a_whole(backend, most, examples, kind):
+    """Parts in any order, below and above what is searched by itself; one left out, one with NaN taken back."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        st.lists(st.integers(0, most), min_size=1, max_size=6),
+        st.sampled_from(DTYPES),
+        st.randoms(use_true_random=False),
+        st.data(),
+    )
+    def check(sizes, dtype, random, data):
+        d = sum(sizes) or sizes.append(7) or 7
+        rng = np.random.default_rng(random.randrange(2**32))
+        memory = MEMORIES[kind]()
+        names = memory._names
+        vectors = [
+            torch.from_numpy(structured.vector(rng, d)[1].clip(-1e4, 1e4)) for _ in (*names, "gradient")
+        ]
+        state, gradient = dict(zip(names, vectors, strict=False)), vectors[-1].to(dtype)
+        memory.load_state_dict(state)
+        size = data.draw(st.integers(1, d))
+        r = data.draw(st.integers(1, size))
+        ends = [int(end) for end in np.cumsum(sizes)]
+        spans = list(zip([0, *ends], ends, strict=False))
+        out = random.choice([None, *spans])
+        expected = by_hand(state, gradient, kind)
+        if out is not None:
+            for vector in expected.values():
+                vector[slice(*out)] = 0.0
+        ranked = np.sort(expected["residual"][:size].abs().numpy())
+        floor = float(ranked[max(0, size - r - random.randrange(1 + r // 4))])
+        search = Search(floor, random.choice([None, r]), size)
+        for attempt in ("taken back", "kept"):
+            held = [getattr(memory, name) for name in names]
+            snapshot = memory.snapshot()
+            memory.expect(search)
+            for begin, end in random.sample(spans, len(spans)):
+                part = shaped(gradient[begin:end], random)
+                if (begin, end) == out:
+                    memory.leave_out(begin, end)
+                else:
+                    memory.put(begin, part)
+            found = memory.add(None, search)
+            assert found is memory.residual
+            for name in names:
+                assert same(getattr(memory, name), expected[name]), (attempt, name)
+            if search.found.hold(r):
+                picked = kernels.pick(search.found, r, draws.every_bit(r), r)
+                exact = structured.exact(expected["residual"][:size].numpy(), r)
+                assert np.array_equal(picked.positions.numpy(), exact)
+            if out is not None:
+                memory.bring_back(*out)
+                for name in names:
+                    assert torch.equal(getattr(memory, name)[slice(*out)], state[name][slice(*out)])
+            if attempt == "taken back":
+                memory.restore(snapshot)
+                for name, tensor in zip(names, held, strict=True):
+                    assert getattr(memory, name) is tensor
+                    assert same(tensor, state[name])
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        prefer(monkeypatch, backend)
+        monkeypatch.setattr(kernels, "_stand_in", False)
+        check()
+
+
+def test_candidates_of_parts_are_noted_not_searched_again(monkeypatch):
+    """Two large parts and a hundred small ones: each entry is looked at once."""
+    prefer(monkeypatch, "cpu")
+    monkeypatch.setattr(kernels, "_stand_in", False)
+    sizes = [20_000, *[50] * 100, collect.SMALL]
+    d, memory = sum(sizes), ErrorFeedback()
+    gradient = torch.arange(float(d)).flip(0)
+    memory.add(torch.zeros(d))
+    memory.snapshot()
+    search = Search(float(d - 300), 200, d - 10)
+    memory.expect(search)
+    looked = []
+    kept = collect._part
+
+    def noted(loop, begin, end, offset, *rest):
+        looked.append((offset + begin, offset + end))
+        return kept(loop, begin, end, offset, *rest)
+
+    monkeypatch.setattr(collect, "_part", noted)
+    for part, end in zip(gradient.split(sizes), np.cumsum(sizes), strict=True):
+        memory.put(int(end) - part.numel(), part)
+    memory.add(None, search)
+    assert sorted(looked) == [(0, 20_000), (20_000, 25_000), (25_000, d - 10)]
+    assert len(search.found) == 300
