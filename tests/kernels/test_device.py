@@ -132,6 +132,40 @@ entries = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 2e-39, 0.1, 6550
 )
 def test_sums_and_candidates_have_the_bits_of_the_loops(d, way, dtype, some, data):
     """All three dtypes of gradients; zeros of both signs and subnormals among them."""
+    check_sums(d, way, dtype, some, data)
+
+
+@pytest.mark.slow
+def test_sums_and_candidates_of_up_to_100_000_entries():
+    """In blocks of the size that ships; every third vector is also refused for NaN or Inf, with nothing changed."""
+    shapes = st.one_of(st.integers(1, 100_000), st.sampled_from([4095, 4096, 4097, 65_536, 99_999, 100_000]))
+
+    @settings(max_examples=150, deadline=None)
+    @given(shapes, ways, st.sampled_from(DTYPES), st.lists(entries, min_size=1, max_size=40), st.data())
+    def check(d, way, dtype, some, data):
+        check_sums(d, way, dtype, some, data)
+        if d % 3 == 0:
+            check_refusal(d, dtype, data)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(device, "BLOCK", 4096)
+        check()
+
+
+def check_refusal(d, dtype, data):
+    memory = data.draw(st.sampled_from([ErrorFeedback, MomentumCorrection]))()
+    node = Sparsifier(TopK(), 0.01, memory)
+    node.compress(torch.from_numpy(structured.vector(np.random.default_rng(d), d)[1].clip(-1e4, 1e4)), 0)
+    before = node.state_dict()["memory"]
+    gradient = torch.zeros(d, dtype=dtype)
+    gradient[data.draw(st.integers(0, d - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    with pytest.raises(ValueError, match="must be finite, got"):
+        node.compress(gradient, 1)
+    after = node.state_dict()["memory"]
+    assert all(same(before[name], after[name]) for name in before)
+
+
+def check_sums(d, way, dtype, some, data):
     rng = np.random.default_rng(d)
     gradient = torch.tensor(rng.choice(some, d), dtype=torch.float32).to(dtype)
     residual, velocity = (torch.from_numpy(structured.vector(rng, d)[1].clip(-1e30, 1e30)) for _ in range(2))

@@ -28,6 +28,10 @@ Cuts = tuple[tuple[int, int], ...]  # where ranges begin and end
 
 MOST = 8  # more threads than this do not move memory faster
 INLINE = 1 << 18  # below this many entries, waking a thread costs more than it saves
+PIECES = 4  # for each thread: one that is put aside holds up a piece, and the others take the rest
+PIECE = (
+    1 << 21
+)  # entries of a piece, at least: each costs the interpreter some microseconds, and candidates some room
 PATIENCE = 1024  # the most times that work stays in one thread before threads are tried again
 WORTH = (
     0.85  # of the processor time of all tasks, which is more than one thread needs: threads share the memory
@@ -88,8 +92,11 @@ def _timed(task: Callable[[], R], spent: list[float]) -> R:
 
 
 def ranges(size: int, multiple: int, inline: int = INLINE) -> Cuts:
-    """Cut `size` entries into one range for each thread, at multiples of `multiple`; below `inline` into one."""
-    return _cuts(size, multiple, 1 if size < inline else max(1, min(torch.get_num_threads(), MOST)))
+    """Cut `size` entries into pieces for all threads, at multiples of `multiple`; below `inline` into one."""
+    threads = 1 if size < inline else max(1, min(torch.get_num_threads(), MOST))
+    return _cuts(
+        size, multiple, threads if threads == 1 else max(threads, min(PIECES * threads, size // PIECE))
+    )
 
 
 # Cached: a step starts with cold processor caches, so even a short computation is slow.
