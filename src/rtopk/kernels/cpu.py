@@ -31,6 +31,7 @@ from rtopk.kernels.search import Candidates, Motion, Picked, Search, quantiles, 
 from rtopk.kernels.threads import INLINE, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
+LINE = 64  # bytes of a cache line
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
 SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
 
@@ -76,9 +77,11 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make a vector of zeros.
 
     From numpy: torch's threads, which would fill it, hang in a forked child. And if the system allows it, numpy's
-    memory has huge pages, which are read faster.
+    memory has huge pages, which are read faster. It begins with a cache line, so no group shares one.
     """
-    return torch.from_numpy(np.zeros(size, np.float32))
+    memory = np.zeros(size + LINE // 4, np.float32)
+    begin = -memory.ctypes.data % LINE // 4
+    return torch.from_numpy(memory[begin : begin + size])
 
 
 def late(vector: Tensor) -> bool:
