@@ -26,8 +26,8 @@ ORDER = [*LIBRARY, *REST]
 # Inside a room the order is free, but for these, whose files are stages of their own.
 INSIDE = {
     "kernels": [
-        "jit", "simd", "instructions", "threads", "loops", "draws", "rank", "union", "host", "search", "plain",
-        "cpu", "programs", "device", "__init__",
+        "jit", "simd", "instructions", "threads", "loops", "draws", "rank", "union", "host", "search", "collect",
+        "plain", "cpu", "programs", "device", "__init__",
     ],
     "select": ["rule", "family", "threshold", "age", "dealt", "chunked", "__init__"],
     "exchange": ["vector", "gathered", "shares", "owner", "reduced", "__init__"],

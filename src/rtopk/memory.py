@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rtopk import kernels
 from rtopk.kernels import require_finite
-from rtopk.kernels.search import Search
+from rtopk.kernels.search import GradientPart, Search
 from rtopk.sparse import SparseVector
 
 
@@ -85,6 +85,9 @@ class _Undoable:
         self._kept: dict[str, Tensor] = {}  # what the last snapshot holds: never written to
         self._spare: dict[str, Tensor] = {}  # second vectors, for those who take snapshots
         self._next: dict[str, Tensor] = {}  # what the step will hold, as far as it has been put
+        self._waiting: list[GradientPart] = []  # put, and not added yet
+        self._entries = 0  # of those
+        self._batch = 0  # of so many they are added
         self._notes: Any = None  # of the sums, if a search was expected
         self._undoable = False  # a snapshot was taken, and nothing has been added since
 
@@ -95,8 +98,9 @@ class _Undoable:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state of `state_dict`."""
         self._set(_fit(state, self._names, self.residual))
-        self._kept, self._spare, self._next = {}, {}, {}
-        self._notes, self._undoable = None, False
+        self._kept, self._spare = {}, {}
+        self._forget_parts()
+        self._undoable = False
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what `restore` needs; its tensors do not change until the next snapshot.
@@ -123,13 +127,22 @@ class _Undoable:
         self._notes = None if self.residual is None else kernels.noting(self.residual, search)
 
     def put(self, begin: int, part: Tensor) -> None:
-        """Add the part of a gradient that starts at `begin`. After a snapshot: put all parts, then `add(None)`."""
-        self._prepare()
-        self._put(begin, part)
+        """Add the part of a gradient that starts at `begin`. After a snapshot: put all parts, then `add(None)`.
+
+        A part must not change until then: where that is faster, several are added together.
+        """
+        residual, end = self._prepare(), begin + part.numel()
+        if not 0 <= begin <= end <= residual.numel():
+            raise ValueError(f"a part must lie in [0, {residual.numel()}), got {begin} to {end}")
+        self._waiting.append((begin, part))
+        self._entries += end - begin
+        if self._entries >= self._batch:
+            self._put_waiting()
 
     def leave_out(self, begin: int, end: int) -> None:
         """Put nothing in [begin, end): these entries are zero in this step, and `bring_back` returns them."""
         self._prepare()
+        self._put_waiting()  # something may have been put here
         for tensor in self._next.values():
             tensor[begin:end] = 0.0
         if self._notes is not None:
@@ -141,15 +154,22 @@ class _Undoable:
             tensor[begin:end] += self._kept[name][begin:end]
         self._headroom.forget()
 
-    def _put(self, begin: int, part: Tensor) -> None:
-        assert self.residual is not None
-        kernels.add_to(self._next["residual"], self.residual, part, begin, self._notes)
+    def _put_waiting(self) -> None:
+        parts, self._waiting, self._entries = self._waiting, [], 0
+        if parts:
+            self._put(parts)
 
-    def _prepare(self) -> None:
+    def _put(self, parts: list[GradientPart]) -> None:
+        assert self.residual is not None
+        kernels.add_to(self._next["residual"], self.residual, parts, self._notes)
+
+    def _prepare(self) -> Tensor:
         if self.residual is None:
             raise ValueError("put needs a residual: add a first gradient, or load a state")
         if not self._next:
             self._next = {name: self._other(name) for name in self._names}
+            self._batch = kernels.batch(self.residual)
+        return self.residual
 
     def _adopt(self, search: Search | None, name: str) -> Tensor:
         """Continue with what was put; the search for candidates also checks that the sums are finite.
@@ -158,6 +178,7 @@ class _Undoable:
         """
         if not self._next:
             raise ValueError("add(None) needs a gradient that was put, got none")
+        self._put_waiting()
         moved, notes = self._next, self._notes
         self._next, self._notes = {}, None
         kernels.scan_finite(moved["residual"], search, name, notes)
@@ -168,7 +189,11 @@ class _Undoable:
     def _drop(self) -> None:
         """Forget what was put."""
         self._spare |= self._next
+        self._forget_parts()
+
+    def _forget_parts(self) -> None:
         self._next, self._notes = {}, None
+        self._waiting, self._entries = [], 0
 
     def _own(self, name: str, tensor: Tensor) -> Tensor:
         """Return a vector to write to: a copy, if it belongs to a snapshot."""
@@ -299,17 +324,20 @@ class MomentumCorrection(_Undoable):
         self.residual, self.velocity = residual, velocity
         return residual
 
-    def _put(self, begin: int, part: Tensor) -> None:
+    def _put(self, parts: list[GradientPart]) -> None:
         assert self.residual is not None
         assert self.velocity is not None  # made together with the residual
         moved, sums = self._next["velocity"], self._next["residual"]
-        if self.nesterov:
-            here, part = slice(begin, begin + part.numel()), part.detach().reshape(-1)
-            faster = torch.mul(self.velocity[here], self.momentum, out=moved[here]).add_(part)
-            kernels.add_to(sums, self.residual, (faster * self.momentum).add_(part), begin, self._notes)
-        else:
+        if not self.nesterov:
             motion = moved, self.velocity, self.momentum
-            kernels.add_to(sums, self.residual, part, begin, self._notes, motion)
+            kernels.add_to(sums, self.residual, parts, self._notes, motion)
+            return
+        ahead = []
+        for begin, part in parts:
+            here, flat = slice(begin, begin + part.numel()), part.detach().reshape(-1)
+            faster = torch.mul(self.velocity[here], self.momentum, out=moved[here]).add_(flat)
+            ahead.append((begin, (faster * self.momentum).add_(flat)))
+        kernels.add_to(sums, self.residual, ahead, self._notes)
 
     def _clip_factor(self, gradient: Tensor) -> float:
         if self.clip_norm is None:

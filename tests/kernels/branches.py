@@ -15,7 +15,8 @@ WATCHED = {
     "rank.py": None,  # all functions
     "search.py": ("stride", "quantiles", "Search.aim", "Search.learn", "Search.take", "Search.put"),
     "loops.py": ("keep", "pick"),
-    "cpu.py": ("pick", "_floor", "_collect", "_part", "_grown", "_without_search"),
+    "cpu.py": ("pick",),
+    "collect.py": ("collect", "without_search", "_cut", "_floor", "_piece", "_grown"),
 }
 
 

@@ -54,13 +54,22 @@ def test_work_that_threads_slow_down_stays_in_one_for_a_while(two_threads, monke
     trial = None
     for pause in (8, 32):  # a sleep takes no processor time: one thread would have been faster
         run(0.02)
-        trial = threads._trials[work]
+        trial = threads._trials[work, None]
         assert trial.left == trial.pause == pause
         for left in reversed(range(pause)):
             assert run(0.0) == {threading.get_ident()}
             assert trial.left == left
     trial.judge(elapsed=1.0, alone=1.9)
     assert (trial.left, trial.pause) == (0, 8)
+
+
+def test_the_same_pass_with_another_loop_is_judged_by_itself(two_threads):
+    def run(loop, begin):
+        return loop(begin)
+
+    for loop in (abs, float):
+        assert threads.together([partial(run, partial(loop), begin) for begin in (1, 2)]) == [1, 2]
+    assert set(threads._trials) == {(run, abs), (run, float)}
 
 
 def slow_largest(vector, r):

@@ -1,5 +1,7 @@
 """A gradient that comes in parts: sums, velocities and selection of a whole one, to the bit, on every backend."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import structured
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk import kernels
-from rtopk.kernels import collect, draws
+from rtopk.kernels import collect, cpu, draws, threads
 from rtopk.kernels.search import Search
 from rtopk.memory import ErrorFeedback, MomentumCorrection
 
@@ -116,10 +118,11 @@ def test_parts_are_as_a_whole(backend, most, examples, kind):
 
 
 def test_candidates_of_parts_are_noted_not_searched_again(monkeypatch):
-    """Two large parts and a hundred small ones: each entry is looked at once."""
+    """Two large parts and a hundred small ones, added in two turns: each entry is looked at once."""
     prefer(monkeypatch, "cpu")
+    monkeypatch.setattr(cpu, "batch", 22_000)
     monkeypatch.setattr(kernels, "_stand_in", False)
-    sizes = [20_000, *[50] * 100, collect.SMALL]
+    sizes = [20_000, *[50] * 100, 8192]
     d, memory = sum(sizes), ErrorFeedback()
     gradient = torch.arange(float(d)).flip(0)
     memory.add(torch.zeros(d))
@@ -127,15 +130,57 @@ def test_candidates_of_parts_are_noted_not_searched_again(monkeypatch):
     search = Search(float(d - 300), 200, d - 10)
     memory.expect(search)
     looked = []
-    kept = collect._part
+    kept = collect._piece
 
-    def noted(loop, begin, end, offset, *rest):
-        looked.append((offset + begin, offset + end))
-        return kept(loop, begin, end, offset, *rest)
+    def noted(loop, begin, end, *rest):
+        looked.append((begin, end))
+        return kept(loop, begin, end, *rest)
 
-    monkeypatch.setattr(collect, "_part", noted)
+    monkeypatch.setattr(collect, "_piece", noted)
     for part, end in zip(gradient.split(sizes), np.cumsum(sizes), strict=True):
         memory.put(int(end) - part.numel(), part)
     memory.add(None, search)
-    assert sorted(looked) == [(0, 20_000), (20_000, 25_000), (25_000, d - 10)]
+    assert looked == [(0, 22_000), (22_000, d - 10)]
     assert len(search.found) == 300
+
+
+def test_a_part_outside_of_the_vector_is_refused():
+    memory = ErrorFeedback()
+    with pytest.raises(ValueError, match="put needs a residual"):
+        memory.put(0, torch.ones(3))
+    memory.add(torch.ones(10))
+    memory.snapshot()
+    for begin, size in ((8, 3), (-1, 3), (11, 0)):
+        with pytest.raises(ValueError, match=rf"a part must lie in \[0, 10\), got {begin} to {begin + size}"):
+            memory.put(begin, torch.ones(size))
+    assert torch.equal(memory.residual, torch.ones(10))
+
+
+def test_several_threads_share_stretches_to_the_bit(monkeypatch):
+    """Three stretches in two turns, cut for four threads, parts ending anywhere: as in one thread."""
+    prefer(monkeypatch, "cpu")
+    monkeypatch.setattr(kernels, "_stand_in", False)
+    monkeypatch.setattr(threads, "PIECE", 1000)
+    monkeypatch.setattr(threads, "INLINE", 5000)
+    rng = np.random.default_rng(5)
+    d = 90_001
+    residual, gradient = (torch.from_numpy(structured.vector(rng, d)[1].clip(-1e4, 1e4)) for _ in range(2))
+    ends = sorted({0, 30_011, 60_007, d, *rng.integers(0, d, 40).tolist()})
+    spans = list(pairwise(ends))
+    late = [span for span in spans if 30_011 <= span[0] < 60_007]
+    found = []
+    for number in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
+        memory, search = ErrorFeedback(), Search(1.0, None, d - 5)
+        memory.load_state_dict({"residual": residual})
+        memory.snapshot()
+        memory.expect(search)
+        for begin, end in [span for span in spans if span not in late]:
+            memory.put(begin, gradient[begin:end])
+        memory._put_waiting()
+        for begin, end in late:
+            memory.put(begin, gradient[begin:end])
+        assert same(memory.add(None, search), residual + gradient)
+        found.append(search.found.positions)
+    assert len(found[0])
+    assert torch.equal(*found)

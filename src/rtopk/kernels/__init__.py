@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import cpu, device, draws, plain
-from rtopk.kernels.search import Candidates, Motion, Pending, Picked, Search
+from rtopk.kernels.search import Candidates, GradientPart, Motion, Pending, Picked, Search
 
 Words = Any  # bits in words of 64, or a function that returns them
 
@@ -62,8 +62,17 @@ class Backend(Protocol):
         """Add a gradient to a residual and note candidates in the same pass."""
 
     @property
-    def add_to(self) -> Callable[[Tensor, Tensor, Tensor, int, Any, Motion | None], None]:
-        """Write the sums of a residual and a part of a gradient to another vector, and note candidates."""
+    def batch(self) -> int:
+        """Return how many entries of parts `add_to` should get at once."""
+
+    @property
+    def add_to(
+        self,
+    ) -> Callable[[Tensor, Tensor, Sequence[GradientPart], Any, Motion | None], list[GradientPart]]:
+        """Write the sums of a residual and parts of a gradient to another vector, and note candidates.
+
+        Return the parts that this backend does not serve.
+        """
 
     @property
     def noting(self) -> Callable[[Tensor, Search], Any]:
@@ -113,7 +122,10 @@ _stand_in = True
 
 
 def _serving(*vectors: Tensor) -> Backend:
-    return next(found for found in _order if found.serves(*vectors))
+    for found in _order:  # no generator: this is asked at every turn
+        if found.serves(*vectors):
+            break
+    return found
 
 
 def _at_work(found: Backend, size: int) -> Backend:
@@ -192,21 +204,25 @@ def noting(vector: Tensor, search: Search | None) -> Any:
     return None if search is None else backend(vector).noting(vector, search)
 
 
+def batch(vector: Tensor) -> int:
+    """Return how many entries of a gradient's parts to collect before they are added to a vector like this."""
+    return backend(vector).batch
+
+
 def add_to(
     out: Tensor,
     residual: Tensor,
-    gradient: Tensor,
-    begin: int = 0,
+    parts: Sequence[GradientPart],
     notes: Any = None,
     motion: Motion | None = None,
 ) -> None:
-    """Write residual + gradient, which has any shape and begins at `begin`, to `out`; note what `scan` would.
+    """Write residual + gradient to `out` for parts of a gradient, which have any shape; note what `scan` would.
 
     With a motion, momentum * velocity + gradient is written too, and added instead. Every operation is rounded.
     """
-    gradient = gradient.detach()
-    flat = gradient.view(-1) if gradient.is_contiguous() else gradient
-    backend(out, residual, flat).add_to(out, residual, flat, begin, notes, motion)
+    rest = backend(out, residual).add_to(out, residual, parts, notes, motion)
+    if rest:
+        plain.add_to(out, residual, rest, notes, motion)
 
 
 def scan(vector: Tensor, search: Search, notes: Any = None) -> Candidates:

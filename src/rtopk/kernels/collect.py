@@ -6,7 +6,8 @@ from step to step; how many candidates it had then says how large they must be.
 """
 
 import functools
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from rtopk.kernels import loops, rank
 from rtopk.kernels.search import CHECKS, LARGE, Candidates, Search, quantiles, stride
-from rtopk.kernels.threads import Cuts, ranges, together
+from rtopk.kernels.threads import MOST, ranges, together
 
-SMALL = 1 << 13  # entries; smaller parts are searched together with their neighbours
+INFINITE = np.int32(0x7F800000)
 Part = tuple[Tensor, Tensor]  # positions and values of candidates
+Spans = Sequence[tuple[int, int]]  # stretches of a vector: where they begin and end
 
 
 def array_of(vector: Tensor) -> Any:
@@ -29,9 +31,11 @@ def array_of(vector: Tensor) -> Any:
 
 @functools.lru_cache(1024)  # mostly the same few limits
 def key_of(magnitude: float) -> np.int32:
-    """Return the key of a magnitude."""
-    with np.errstate(over="ignore"):  # a guess beyond the largest float is Inf, which no entry reaches
-        return np.float32(magnitude).view(np.int32)
+    """Return the key of a magnitude; of one beyond the largest float that of Inf, which no entry reaches."""
+    try:
+        return np.int32(struct.unpack("<i", struct.pack("<f", magnitude))[0])
+    except OverflowError:
+        return INFINITE
 
 
 def collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[slice], Any]) -> Candidates:
@@ -39,7 +43,7 @@ def collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[sl
     size = d if search.size is None else search.size
     floor, cuts = _floor(search, size, sums), ranges(size, 64)
     search.use("whole")
-    parts = together([partial(_part, loop, *cut, 0, d, floor, search) for cut in cuts])
+    parts = together([partial(_piece, loop, *cut, d, floor, search) for cut in cuts])
     without_search(loop, ((size, d),))
     found = Candidates(tuple(parts), floor)
     if search.wanted is not None and not search.wanted <= len(found) <= search.wanted + search.wanted // 3:
@@ -47,13 +51,23 @@ def collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[sl
     return found
 
 
-def without_search(loop: Callable[..., Any], cuts: Cuts) -> None:
-    """Run a pass with a bound that no finite entry reaches."""
+def without_search(loop: Callable[..., Any], spans: Spans) -> None:
+    """Run a pass over stretches of a vector with a bound that no finite entry reaches."""
 
     def nothing() -> tuple[Any, ...]:  # the loops write before they compare
         return np.int32(0x7FFFFFFF), np.empty(loops.SPARE, np.int32), np.empty(loops.SPARE, np.float32), 0
 
-    together([partial(loop, begin, end, *nothing()) for begin, end in cuts])
+    cuts = _cut(spans)
+    together([partial(loop, begin, end, *nothing()) for begin, end in cuts], _length(cuts))
+
+
+def _cut(spans: Spans) -> list[tuple[int, int]]:
+    """Cut stretches into pieces for threads."""
+    return [(begin + a, begin + b) for begin, end in spans if begin < end for a, b in ranges(end - begin, 64)]
+
+
+def _length(spans: Spans) -> int:
+    return sum([end - begin for begin, end in spans])
 
 
 class Notes:
@@ -63,63 +77,38 @@ class Notes:
         self.search, self.d = search, d
         self.floor, self.size = search.floor, d if search.size is None else search.size
         self.left = d  # entries that have not been written
-        self._parts: dict[int, Part] = {}  # by where they begin
-        self._small: list[tuple[int, int]] = []  # written, not searched yet
+        self._found: dict[int, Part] = {}  # by where they begin
         self._room = self.size if search.wanted is None else 2 * search.wanted
         search.use("parts")
 
     def look(self, sums: Tensor, begin: int, end: int) -> None:
         """Note a part that was added elsewhere."""
-        if end - begin < SMALL:
-            self._small.append((begin, end))
-        else:
-            self._run(partial(loops.scan, array_of(sums[begin:end])), begin, end)
+        self.run(partial(loops.scan, array_of(sums)), ((begin, end),))
 
-    def run(self, loop: Callable[..., Any], begin: int, end: int) -> None:
-        """Run a pass over [begin, end); `loop` counts from there."""
-        if end - begin < SMALL:
-            without_search(loop, ((0, end - begin),))
-            self._small.append((begin, end))
-        else:
-            self._run(loop, begin, end)
-
-    def _run(self, loop: Callable[..., Any], begin: int, end: int) -> None:
-        self.left -= end - begin
-        last = max(begin, min(end, self.size))
-        cuts = ranges(last - begin, 64)
-        if last == begin or self._room < 0:
-            without_search(loop, ranges(end - begin, 64))
-            return
-        tasks = [partial(_part, loop, a, b, begin, self.d, self.floor, self.search) for a, b in cuts]
-        for (a, _), part in zip(cuts, together(tasks), strict=True):
-            self._parts[begin + a] = part
+    def run(self, loop: Callable[..., Any], spans: Spans) -> None:
+        """Run a pass over stretches of the vector."""
+        size = self.size if self._room >= 0 else 0
+        cuts = _cut([(begin, min(end, size)) for begin, end in spans])
+        tasks = [partial(_piece, loop, *cut, self.d, self.floor, self.search) for cut in cuts]
+        for (begin, _), part in zip(cuts, together(tasks, _length(cuts)), strict=True):
+            self._found[begin] = part
             self._room -= part[0].numel()
-        without_search(loop, ((last - begin, end - begin),))
+        without_search(loop, [(max(begin, size), end) for begin, end in spans])
+        self.left -= _length(spans)
 
     def found(self, vector: Tensor, search: Search) -> Candidates | None:
         """Return the candidates; None if they are another search's, parts are missing, or they are far too many."""
-        for begin, end in _joined(self._small):
-            self._run(partial(loops.scan, array_of(vector[begin:end])), begin, end)
-        self._small.clear()
         asked = (search.floor, vector.numel() if search.size is None else search.size)
         if self.left or self._room < 0 or (self.floor, self.size) != asked:
             return None
-        parts = [part for _, part in sorted(self._parts.items()) if part[0].numel()]
+        parts = [part for _, part in sorted(self._found.items()) if part[0].numel()]
         if not parts:
             return None
+        if len(parts) <= MOST:
+            return Candidates(tuple(parts), self.floor)
         joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         cuts = ranges(joined[0].numel(), 64)
         return Candidates(tuple((joined[0][a:b], joined[1][a:b]) for a, b in cuts), self.floor)
-
-
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans that do not overlap in order, neighbours as one."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if joined and joined[-1][1] == begin:
-            begin, _ = joined.pop()
-        joined.append((begin, end))
-    return joined
 
 
 def _floor(search: Search, size: int, sums: Callable[[slice], Any]) -> float:
@@ -134,14 +123,9 @@ def _floor(search: Search, size: int, sums: Callable[[slice], Any]) -> float:
     return low
 
 
-def _part(
-    loop: Callable[..., Any], begin: int, end: int, offset: int, d: int, floor: float, search: Search
-) -> Part:
-    """Run the pass over one range; if arrays fill up, enlarge them first, then raise the bound.
-
-    The range begins `offset` entries later in the vector.
-    """
-    at, bound, count, key = begin, key_of(floor), 0, (offset + begin, offset + end)
+def _piece(loop: Callable[..., Any], begin: int, end: int, d: int, floor: float, search: Search) -> Part:
+    """Run the pass over one range; if arrays fill up, enlarge them first, then raise the bound."""
+    at, bound, count, key = begin, key_of(floor), 0, (begin, end)
     size = end - begin
     wanted = size if search.wanted is None else min(search.wanted, size)
     most = min(size, wanted + max(wanted // 3, size // 1024)) + 128
@@ -151,10 +135,7 @@ def _part(
         at, count = loop(at, end, bound, positions, values, count)
         if at == end:
             search.put(key, positions, values, count)
-            found = positions[:count]
-            if offset:
-                found += offset
-            return torch.from_numpy(found), torch.from_numpy(values[:count])
+            return torch.from_numpy(positions[:count]), torch.from_numpy(values[:count])
         if positions.size < most:
             room = min(most, 128 + 11 * positions.size // 10)
             positions = _grown(positions, count, room)  # one after the other: three arrays, not four

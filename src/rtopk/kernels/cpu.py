@@ -27,10 +27,11 @@ from torch import Tensor
 
 from rtopk.kernels import draws, jit, loops, plain, rank
 from rtopk.kernels.collect import Notes, array_of, collect, key_of, without_search
-from rtopk.kernels.search import Candidates, Motion, Picked, Search, quantiles, stride
+from rtopk.kernels.search import Candidates, GradientPart, Motion, Picked, Search, quantiles, stride
 from rtopk.kernels.threads import INLINE, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
+batch = 1 << 22  # entries of a gradient's parts that are added at once: threads are woken for as many
 LINE = 64  # bytes of a cache line
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
 SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
@@ -108,37 +109,63 @@ def accumulate_(
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates."""
     kept, fresh = array_of(residual), array_of(gradient)
+    parts = _table([(0, gradient)])
     if velocity is None:
         if decay != 1.0:
             residual.mul_(decay)
-        loop: Callable[..., Any] = partial(loops.add, kept, kept, fresh)
+        loop: Callable[..., Any] = partial(loops.add, kept, kept, parts)
         arrays = [kept, fresh]
     else:
         speed = array_of(velocity)
-        loop = partial(loops.move, kept, speed, kept, speed, fresh, np.float32(momentum), np.float32(scale))
+        loop = partial(loops.move, kept, speed, kept, speed, parts, np.float32(momentum), np.float32(scale))
         arrays = [kept, fresh, speed]
     if search is None:
-        without_search(loop, ranges(residual.numel(), 64))
+        without_search(loop, ((0, residual.numel()),))
         return None
     return collect(loop, residual.numel(), search, partial(_sums, arrays, momentum, scale))
 
 
 def add_to(
-    out: Tensor, residual: Tensor, gradient: Tensor, begin: int, notes: Notes | None, motion: Motion | None
-) -> None:
-    """Write the sums of a part to `out`."""
-    part = slice(begin, begin + gradient.numel())
-    sums, kept, fresh = array_of(out[part]), array_of(residual[part]), array_of(gradient)
+    out: Tensor, residual: Tensor, parts: Sequence[GradientPart], notes: Notes | None, motion: Motion | None
+) -> list[GradientPart]:
+    """Write the sums of some parts to `out`, all in one pass; return those that are not served."""
+    served: list[GradientPart] = []
+    rest: list[GradientPart] = []
+    for begin, part in parts:
+        fits = part.dtype == torch.float32 and part.is_cpu and part.is_contiguous()
+        (served if fits else rest).append((begin, part))
+    if not served:
+        return rest
+    table = _table(served)
+    sums, kept = array_of(out), array_of(residual)
     if motion is None:
-        loop: Callable[..., Any] = partial(loops.add, sums, kept, fresh)
+        loop: Callable[..., Any] = partial(loops.add, sums, kept, table)
     else:
         moved, velocity, momentum = motion
-        speeds = array_of(moved[part]), kept, array_of(velocity[part])
-        loop = partial(loops.move, sums, *speeds, fresh, np.float32(momentum), np.float32(1.0))
+        speeds = array_of(moved), kept, array_of(velocity)
+        loop = partial(loops.move, sums, *speeds, table, np.float32(momentum), np.float32(1.0))
+    spans = _stretches(table)
     if notes is None:
-        without_search(loop, ranges(gradient.numel(), 64))
+        without_search(loop, spans)
     else:
-        notes.run(loop, part.start, part.stop)
+        notes.run(loop, spans)
+    return rest
+
+
+def _table(parts: Sequence[GradientPart]) -> Any:
+    """Return where parts begin and end, and their addresses, as loops read them."""
+    rows = [(begin, begin + part.numel(), part.data_ptr()) for begin, part in parts]
+    return np.array(sorted(rows), np.int64)
+
+
+def _stretches(table: Any) -> list[tuple[int, int]]:
+    """Return the stretches that parts cover, ascending; neighbours are one."""
+    spans: list[tuple[int, int]] = []
+    for begin, end, _ in table.tolist():
+        if spans and spans[-1][1] == begin:
+            begin, _ = spans.pop()
+        spans.append((begin, end))
+    return spans
 
 
 def noting(vector: Tensor, search: Search) -> Notes:
@@ -175,11 +202,12 @@ def pick(candidates: Candidates, r: int, words: Any | Callable[[], Any], k: int)
     end, bits = together(drawing, len(candidates))
     out = np.empty(k, np.int64), np.empty(k, np.float32)
     tasks, ranked, ties = [], 0, end.ties
+    drawn = partial(draws.ones_before, bits) if k < r else int  # of so many ranks; all, if all are
     for (at, value), (above, tied) in zip(parts, end.counts, strict=True):
-        count = draws.ones_before(bits, ranked)
+        count = drawn(ranked)
         tasks.append(partial(loops.pick, at, value, end.key, ties, bits, ranked, *out, count))
         ranked, ties = ranked + above + min(tied, ties), ties - min(tied, ties)
-    if (ranked, ties, draws.ones_before(bits, r)) != (r, 0, k):  # else `out` would not be filled
+    if (ranked, ties, drawn(r)) != (r, 0, k):  # else `out` would not be filled
         raise AssertionError(f"{ranked} entries and {ties} ties are ranked where r={r}, k={k}: {end}")
     together(tasks, len(candidates))
     magnitude = float(np.int32(end.key).view(np.float32))

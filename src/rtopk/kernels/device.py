@@ -15,6 +15,7 @@ run on the CPU, slowly.
 
 import functools
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from rtopk.kernels import draws, plain
 from rtopk.kernels.host import fetch, send
-from rtopk.kernels.search import Candidates, Motion, Pending, Picked, Search, room_for
+from rtopk.kernels.search import Candidates, GradientPart, Motion, Pending, Picked, Search, room_for
 
 BLOCK = 4096  # entries of a program
 # The shift and the number of the bits of a key that are counted, highest first.
@@ -38,6 +39,7 @@ OLDEST = (3, 5)  # triton; 3.9 is what the tests run with
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 INFINITE = 0x7F800000  # the key of Inf; those of NaN are above it
 
+batch = plain.batch
 zeros = plain.zeros
 reaches = plain.reaches
 union = plain.union
@@ -80,20 +82,21 @@ def accumulate_(
 def add_to(
     out: Tensor,
     residual: Tensor,
-    gradient: Tensor,
-    begin: int,
+    parts: Sequence[GradientPart],
     notes: "Notes | None",
     motion: Motion | None,
-) -> None:
-    """Write the sums of a part to `out`; with notes in the same pass."""
+) -> list[GradientPart]:
+    """Write the sums of some parts to `out`, with notes in the same pass; return those that are not served."""
     if notes is None:
-        plain.add_to(out, residual, gradient, begin, notes, motion)
-        return
-    end = begin + gradient.numel()
-    if motion is None:
-        notes.sweep(out, residual, gradient, begin, end)
-    else:
-        notes.sweep(out, residual, gradient, begin, end, speeds=motion[:2], keep=motion[2])
+        return list(parts)
+    options: dict[str, Any] = {} if motion is None else {"speeds": motion[:2], "keep": motion[2]}
+    rest = []
+    for begin, part in parts:
+        if part.is_contiguous() and serves(out, part.detach().view(-1)):
+            notes.sweep(out, residual, part.detach().view(-1), begin, begin + part.numel(), **options)
+        else:
+            rest.append((begin, part))
+    return rest
 
 
 def scan(vector: Tensor, search: Search) -> Candidates:

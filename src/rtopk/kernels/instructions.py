@@ -11,6 +11,7 @@ from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 from rtopk.kernels import simd
 from rtopk.kernels.simd import GROUP, SIGNLESS
@@ -102,6 +103,19 @@ def _move_group(
         return _reach(b, total, args[8])
 
     return types.uint64(*kinds, types.float32, types.float32, types.intp, types.int32), emit
+
+
+def _floats_at(typing: Any, address: Any, size: Any) -> Any:
+    kind = types.Array(types.float32, 1, "C")
+
+    def emit(ctx: Any, b: Any, signature: Any, args: Any) -> Any:
+        array = ctx.make_array(kind)(ctx, b)
+        width = ir.Constant(_WORD, 4)
+        data = b.inttoptr(args[0], array.data.type)
+        populate_array(array, data, [args[1]], [width], width, None)  # type: ignore[no-untyped-call]
+        return array._getvalue()
+
+    return kind(types.int64, types.int64), emit
 
 
 def _prefetch(typing: Any, vector: Any, index: Any) -> Any:
@@ -216,8 +230,8 @@ def _float_bits(typing: Any, number: Any) -> Any:
 
 
 MAKERS: list[Any] = [
-    _scan_group, _peak_group, _add_group, _move_group, _prefetch, _lowest, _ones, _high, _address, _load_word,
-    _load_byte, _load_half, _store_word, _rotate, _bit_length, _float_bits,
+    _scan_group, _peak_group, _add_group, _move_group, _floats_at, _prefetch, _lowest, _ones, _high, _address,
+    _load_word, _load_byte, _load_half, _store_word, _rotate, _bit_length, _float_bits,
 ]  # fmt: skip
 FOUND: dict[str, Any] = {maker.__name__[1:]: intrinsic(maker) for maker in MAKERS}
 FOUND["deposit"] = intrinsic(_deposit) if _has_deposit() else numba.njit(inline="always")(simd.deposit)

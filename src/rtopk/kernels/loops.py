@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rtopk.kernels.jit import Array, entry, inlined
+from rtopk.kernels.jit import Array, entry, inlined, loop
 from rtopk.kernels.simd import (
     GROUP,
     SIGNLESS,
     add_group,
     deposit,
+    floats_at,
     lowest,
     move_group,
     ones,
@@ -93,10 +94,13 @@ def _rest(
     return end, count
 
 
-# Three loops that differ in a few lines: with a branch inside, LLVM no longer keeps a group in registers. Each
-# starts at `begin` and stops at the end, or before a group that might not fit into `positions`; it returns where
-# it stopped and the number of entries stored. Gradients mostly lie in pages of 4 KiB, and the processor does not
-# prefetch across the end of a page, so the loops prefetch the next one.
+# Loops that differ in a few lines: with a branch inside, LLVM no longer keeps a group in registers. Each starts at
+# `begin` and stops at the end, or before a group that might not fit into `positions`; it returns where it stopped
+# and the number of entries stored. Gradients mostly lie in pages of 4 KiB, and the processor does not prefetch
+# across the end of a page, so the loops prefetch the next one.
+#
+# A gradient comes in parts, which lie anywhere: (m, 3) int64, where each begins and ends in the vector, ascending,
+# and its address.
 
 
 @entry
@@ -118,7 +122,7 @@ def scan(
 def add(
     sums: Array,
     residual: Array,
-    gradient: Array,
+    parts: Array,
     begin: int,
     end: int,
     bound: np.int32,
@@ -127,6 +131,29 @@ def add(
     count: int,
 ) -> tuple[int, int]:
     """Write residual + gradient to the sums, which may be the residual; store the entries that reach the bound."""
+    for i in range(parts.shape[0]):
+        start, low, high = _overlap(parts, i, begin, end)
+        if low < high:
+            here = sums[start:high], residual[start:high], floats_at(parts[i, 2], high - start)
+            stop, after = _add(*here, low - start, high - start, bound, positions, values, count)
+            count = _shift(positions, count, after, start)
+            if start + stop < high:
+                return start + stop, count
+    return end, count
+
+
+@loop
+def _add(
+    sums: Array,
+    residual: Array,
+    gradient: Array,
+    begin: int,
+    end: int,
+    bound: np.int32,
+    positions: Array,
+    values: Array,
+    count: int,
+) -> tuple[int, int]:
     room = positions.size - SPARE
     while begin + GROUP <= end and count <= room:
         if not begin % PAGE:
@@ -147,7 +174,7 @@ def move(
     moved: Array,
     residual: Array,
     velocity: Array,
-    gradient: Array,
+    parts: Array,
     momentum: np.float32,
     scale: np.float32,
     begin: int,
@@ -161,6 +188,34 @@ def move(
 
     `moved` may be the velocity.
     """
+    for i in range(parts.shape[0]):
+        start, low, high = _overlap(parts, i, begin, end)
+        if low < high:
+            old = residual[start:high], velocity[start:high], floats_at(parts[i, 2], high - start)
+            new, span = (sums[start:high], moved[start:high]), (low - start, high - start)
+            stop, after = _move(*new, *old, momentum, scale, *span, bound, positions, values, count)
+            count = _shift(positions, count, after, start)
+            if start + stop < high:
+                return start + stop, count
+    return end, count
+
+
+@loop
+def _move(
+    sums: Array,
+    moved: Array,
+    residual: Array,
+    velocity: Array,
+    gradient: Array,
+    momentum: np.float32,
+    scale: np.float32,
+    begin: int,
+    end: int,
+    bound: np.int32,
+    positions: Array,
+    values: Array,
+    count: int,
+) -> tuple[int, int]:
     room = positions.size - SPARE
     while begin + GROUP <= end and count <= room:
         if not begin % PAGE:
@@ -174,6 +229,21 @@ def move(
         moved[i] = velocity[i] * momentum + gradient[i] * scale
         sums[i] = residual[i] + moved[i]
     return _rest(begin, end, bound, sums, positions, values, count)
+
+
+@loop
+def _overlap(parts: Array, i: int, begin: int, end: int) -> tuple[int, int, int]:
+    """Return where a part begins, and which entries of it lie in [begin, end)."""
+    start = parts[i, 0]
+    return start, max(begin, start), min(end, parts[i, 1])
+
+
+@loop
+def _shift(positions: Array, count: int, after: int, start: int) -> int:
+    """Turn positions in a part into positions in the vector; return how many are stored."""
+    for j in range(count, after):
+        positions[j] += start
+    return after
 
 
 @entry

@@ -17,8 +17,19 @@ from torch import Tensor
 
 from rtopk.kernels import draws
 from rtopk.kernels.host import fetch, send
-from rtopk.kernels.search import Candidates, Motion, Pending, Picked, Search, quantiles, room_for, stride
+from rtopk.kernels.search import (
+    Candidates,
+    GradientPart,
+    Motion,
+    Pending,
+    Picked,
+    Search,
+    quantiles,
+    room_for,
+    stride,
+)
 
+batch = 0  # parts are added as they come: on a device in the stream of whoever made them
 BLOCK = 1 << 20
 
 
@@ -73,17 +84,19 @@ def accumulate_(  # the signature is that of every backend
 
 
 def add_to(
-    out: Tensor, residual: Tensor, gradient: Tensor, begin: int, notes: Any, motion: Motion | None
-) -> None:
-    """Write the sums of a part, which has any shape, to `out`."""
-    end, shape = begin + gradient.numel(), gradient.shape
-    if motion is not None:
-        moved, velocity, momentum = motion
-        speed, faster = velocity[begin:end].view(shape), moved[begin:end].view(shape)
-        gradient = torch.mul(speed, momentum, out=faster).add_(gradient)
-    torch.add(residual[begin:end].view(shape), gradient, out=out[begin:end].view(shape))
-    if notes is not None:
-        notes.look(out, begin, end)
+    out: Tensor, residual: Tensor, parts: Sequence[GradientPart], notes: Any, motion: Motion | None
+) -> list[GradientPart]:
+    """Write the sums of some parts, which have any shape, to `out`; return none, all are served."""
+    for begin, part in parts:
+        gradient, end, shape = part.detach(), begin + part.numel(), part.shape
+        if motion is not None:
+            moved, velocity, momentum = motion
+            speed, faster = velocity[begin:end].view(shape), moved[begin:end].view(shape)
+            gradient = torch.mul(speed, momentum, out=faster).add_(gradient)
+        torch.add(residual[begin:end].view(shape), gradient, out=out[begin:end].view(shape))
+        if notes is not None:
+            notes.look(out, begin, end)
+    return []
 
 
 def noting(vector: Tensor, search: Search) -> None:

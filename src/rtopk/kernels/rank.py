@@ -33,16 +33,21 @@ def rth(parts: list[Any], r: int, low: int) -> Cut:
     # A sample of n leaves about 4 total / sqrt(n) keys to look at: the sum of both is least near this n.
     step = max(1, min(total // 2048, round(0.6 * total ** (1 / 3))))
     sample = _joined([part[::step].view(np.int32) for part in parts]) & SIGNLESS
+    if step == 1:
+        sample.partition(total - r)
+        key = int(sample[total - r])
+        counts = [tally(part, key) for part in parts]
+        return Cut(key, r - sum(above for above, _ in counts), counts)
     # The r-th of all is most likely near the same place of the sample: look only at keys between two others.
     expected, spread = (total - r) / step, math.ceil(2.0 * math.sqrt(sample.size) + 2.0)
     places = max(0, math.floor(expected) - spread), min(sample.size - 1, math.ceil(expected) + spread)
     sample.partition(places[0])  # one after the other: numpy is much slower with two at once
     sample[places[0] :].partition(places[1] - places[0])
-    least = int(sample[places[0]]) if step > 1 and places[0] > 0 else low
-    most = int(sample[places[1]]) + 1 if step > 1 and places[1] < sample.size - 1 else SIGNLESS
+    least = int(sample[places[0]]) if places[0] > 0 else low
+    most = int(sample[places[1]]) + 1 if places[1] < sample.size - 1 else SIGNLESS
     inside, over = [], []
     for part in parts:
-        room = np.empty(part.size // (8 if step > 1 else 1) + SPARE + 1, np.int32)
+        room = np.empty(part.size // 8 + SPARE + 1, np.int32)
         above, count = _window(part, np.int32(least), np.int32(most), room)
         if count == room.size:
             break

@@ -26,6 +26,7 @@ TREND = 0.3
 
 _NOTHING = np.empty(0, np.int32)
 
+GradientPart = tuple[int, Tensor]  # where it begins in the vector, and its entries
 Motion = tuple[Tensor, Tensor, float]  # where the next velocity is written, the velocity, momentum
 
 
@@ -35,9 +36,16 @@ class Candidates:
     def __init__(self, parts: tuple[tuple[Tensor, Tensor], ...], floor: float) -> None:
         self.parts = parts  # positions (int32 or int64), values
         self.floor = floor
+        self._number: int | None = None  # once it is known
+
+    def count(self) -> int:
+        """Return how many there are."""
+        return sum([positions.numel() for positions, _ in self.parts])
 
     def __len__(self) -> int:
-        return sum(positions.numel() for positions, _ in self.parts)
+        if self._number is None:
+            self._number = self.count()
+        return self._number
 
     @property
     def positions(self) -> Tensor:
@@ -63,16 +71,11 @@ class Pending(Candidates):
     def __init__(self, floor: float) -> None:
         self.floor = floor
         self.refuse: Callable[[], None] | None = None
-        self._number: int | None = None  # once it is known
+        self._number = None
 
     def count(self) -> int:
         """Wait, and return how many there are."""
         raise NotImplementedError
-
-    def __len__(self) -> int:
-        if self._number is None:
-            self._number = self.count()
-        return self._number
 
     def hold(self, r: int) -> bool:
         """Return True."""

@@ -5,6 +5,7 @@ floats exactly, denormals included, and put Inf and NaN above all of them. Entri
 so that one comparison gives one machine word; its set bits are the entries that reach the bound.
 """
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,12 @@ def move_group(
     at = slice(start, start + GROUP)
     moved[at] = velocity[at] * momentum + gradient[at] * scale
     return add_group(sums, residual, moved, start, bound)
+
+
+@instruction
+def floats_at(address: Num, size: Num) -> Array:
+    """Return the floats that begin at an address; whoever gives it keeps them alive."""
+    return np.ctypeslib.as_array((ctypes.c_float * int(size)).from_address(int(address)))
 
 
 @instruction

@@ -48,9 +48,9 @@ def together(tasks: Sequence[Callable[[], R]], size: int = INLINE) -> list[R]:
 
     Tasks with fewer than `INLINE` entries in total run one after the other, as do all if torch uses one thread.
     """
-    if len(tasks) == 1 or size < INLINE or torch.get_num_threads() == 1:
+    if len(tasks) <= 1 or size < INLINE or torch.get_num_threads() == 1:
         return [task() for task in tasks]
-    trial = _trials.setdefault(getattr(tasks[0], "func", None), _Trial())
+    trial = _trials.setdefault(_kind(tasks[0]), _Trial())
     if trial.left > 0:
         trial.left -= 1
         return [task() for task in tasks]
@@ -84,6 +84,12 @@ class _Trial:
 _trials: dict[Any, _Trial] = {}
 
 
+def _kind(task: Any) -> Any:
+    """Return the function that a task runs, and the one that it is given: the same pass may run several loops."""
+    given = getattr(task, "args", None)
+    return getattr(task, "func", None), getattr(given[0], "func", None) if given else None
+
+
 def _timed(task: Callable[[], R], spent: list[float]) -> R:
     begin = time.thread_time()
     result = task()
@@ -92,11 +98,10 @@ def _timed(task: Callable[[], R], spent: list[float]) -> R:
 
 
 def ranges(size: int, multiple: int, inline: int = INLINE) -> Cuts:
-    """Cut `size` entries into pieces for all threads, at multiples of `multiple`; below `inline` into one."""
+    """Cut entries into pieces, as many for each thread, at multiples of `multiple`; below `inline` into one."""
     threads = 1 if size < inline else max(1, min(torch.get_num_threads(), MOST))
-    return _cuts(
-        size, multiple, threads if threads == 1 else max(threads, min(PIECES * threads, size // PIECE))
-    )
+    each = 1 if threads == 1 else max(1, min(PIECES, size // (PIECE * threads)))
+    return _cuts(size, multiple, each * threads)
 
 
 # Cached: a step starts with cold processor caches, so even a short computation is slow.

@@ -30,7 +30,7 @@ def test_a_report(alone, tmp_path):
     assert report["passed"]
     assert [check["name"] for check in report["checks"]] == CHECKS
     assert report["machine"]["backend"] == "cpu"
-    assert {row["method"] for row in report["times"]} == {"floor", "hook", "rtopk", "topk", "dgc"}
+    assert {row["method"] for row in report["times"]} == {"floor", "hook", "momentum", "rtopk", "topk", "dgc"}
     page = (tmp_path / "selftest.md").read_text()
     assert page.startswith("# rtopk selftest: passed")
     assert page.count("| passed |") == len(CHECKS)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from rtopk.select import RTopK, draw
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier, entries_sent
 from rtopk.studies.bench import Gradients, real, synthetic
+from rtopk.studies.bench.traffic import TENSORS
 
 SIZES = (1_000_000, 11_200_000, 66_000_000)
 DENSITIES = (0.01, 0.001)
@@ -79,11 +81,15 @@ class Fused:
 
 
 class Hook(Fused):
-    """This library as its DDP hook runs it: sums go to a second residual, so that a step can be undone."""
+    """This library as its DDP hook runs it: sums go to a second residual, so that a step can be undone.
+
+    The gradient comes in the parts of a model whose tensors grow with depth.
+    """
 
     def __init__(self, d: int, k: int, r: int) -> None:
         super().__init__(d, k, r)
         self.node.layout = Layout(("gradient",), ((d,),), dense_size=0)
+        self.cuts = list(pairwise(round(d * (i / TENSORS) ** 2) for i in range(TENSORS + 1)))
 
     def step(self, gradient: Tensor, step: int) -> None:
         """Accumulate, select, take out."""
@@ -92,7 +98,8 @@ class Hook(Fused):
             self.node.compress(gradient, step)
         else:
             self.node.expect(step)
-            self.memory.put(0, gradient)
+            for begin, end in self.cuts:
+                self.memory.put(begin, gradient[begin:end])
             self.node.compress(None, step)
 
 
