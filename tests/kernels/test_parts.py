@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rtopk import kernels
 from rtopk.kernels import collect, cpu, draws, threads
-from rtopk.kernels.search import Search
+from rtopk.kernels.search import LARGE, Search, stride
 from rtopk.memory import ErrorFeedback, MomentumCorrection
 
 MEMORIES = {
@@ -184,3 +184,33 @@ def test_several_threads_share_stretches_to_the_bit(monkeypatch):
         found.append(search.found.positions)
     assert len(found[0])
     assert torch.equal(*found)
+
+
+def test_a_sample_of_the_parts_corrects_a_bad_guess(monkeypatch):
+    """As it does for a whole vector: the sample is of the very sums, wherever the parts lie."""
+    prefer(monkeypatch, "cpu")
+    monkeypatch.setattr(kernels, "_stand_in", False)
+    kept, samples = collect.quantiles, []
+    monkeypatch.setattr(collect, "quantiles", lambda sample, *of: samples.append(sample) or kept(sample, *of))
+    d, r = 300_001, LARGE
+    rng = np.random.default_rng(3)
+    state = {
+        name: torch.from_numpy(rng.standard_normal(d).astype(np.float32)) for name in ("residual", "velocity")
+    }
+    gradient = torch.from_numpy(rng.standard_normal(d).astype(np.float32))
+    spans = list(pairwise([0, 7, 4096, 100_003, 100_003, 250_000, d]))
+    for make in (ErrorFeedback, MEMORIES["momentum"]):
+        expected = by_hand(state, gradient, "error feedback" if make is ErrorFeedback else "momentum")[
+            "residual"
+        ]
+        for guess in (0.0, 1e9):
+            memory, search = make(), Search(guess, r, d - 11)
+            memory.load_state_dict({name: state[name] for name in memory._names})
+            memory.snapshot()
+            memory.expect(search)
+            for begin, end in reversed(spans):
+                memory.put(begin, gradient[begin:end])
+            assert same(memory.add(None, search), expected)
+            assert same(torch.from_numpy(samples.pop()), expected[: d - 11 : stride(d - 11)])
+            assert not samples
+            assert r <= len(search.found) < 1.5 * r

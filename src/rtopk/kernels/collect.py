@@ -21,6 +21,8 @@ from rtopk.kernels.threads import MOST, ranges, together
 
 INFINITE = np.int32(0x7F800000)
 Part = tuple[Tensor, Tensor]  # positions and values of candidates
+NOTHING: Part = torch.empty(0, dtype=torch.int32), torch.empty(0)
+Sums = Callable[[slice], Any]  # some entries of a vector that is about to be written
 Spans = Sequence[tuple[int, int]]  # stretches of a vector: where they begin and end
 
 
@@ -38,17 +40,11 @@ def key_of(magnitude: float) -> np.int32:
         return INFINITE
 
 
-def collect(loop: Callable[..., Any], d: int, search: Search, sums: Callable[[slice], Any]) -> Candidates:
+def collect(loop: Callable[..., Any], d: int, search: Search, sums: Sums) -> Candidates:
     """Run a pass over a whole vector; entries from `search.size` on are accumulated, not searched."""
-    size = d if search.size is None else search.size
-    floor, cuts = _floor(search, size, sums), ranges(size, 64)
-    search.use("whole")
-    parts = together([partial(_piece, loop, *cut, d, floor, search) for cut in cuts])
-    without_search(loop, ((size, d),))
-    found = Candidates(tuple(parts), floor)
-    if search.wanted is not None and not search.wanted <= len(found) <= search.wanted + search.wanted // 3:
-        search.checks = CHECKS
-    return found
+    notes = Notes(d, search, "whole")
+    notes.run(loop, ((0, d),), sums)
+    return notes.candidates()
 
 
 def without_search(loop: Callable[..., Any], spans: Spans) -> None:
@@ -71,22 +67,25 @@ def _length(spans: Spans) -> int:
 
 
 class Notes:
-    """Candidates of a vector whose parts are written one after the other, in any order."""
+    """Candidates of a vector that is written at once, or part by part in any order."""
 
-    def __init__(self, d: int, search: Search) -> None:
+    def __init__(self, d: int, search: Search, ranges_of: str = "parts") -> None:
         self.search, self.d = search, d
-        self.floor, self.size = search.floor, d if search.size is None else search.size
+        self.size = d if search.size is None else search.size
+        self.floor = self._guess = search.floor
         self.left = d  # entries that have not been written
         self._found: dict[int, Part] = {}  # by where they begin
         self._room = self.size if search.wanted is None else 2 * search.wanted
-        search.use("parts")
+        search.use(ranges_of)
 
     def look(self, sums: Tensor, begin: int, end: int) -> None:
         """Note a part that was added elsewhere."""
         self.run(partial(loops.scan, array_of(sums)), ((begin, end),))
 
-    def run(self, loop: Callable[..., Any], spans: Spans) -> None:
-        """Run a pass over stretches of the vector."""
+    def run(self, loop: Callable[..., Any], spans: Spans, sums: Sums | None = None) -> None:
+        """Run a pass over stretches of the vector; `sums` returns some of what it will write, if that is all."""
+        if sums is not None and _length(spans) == self.left == self.d:
+            self.floor = _floor(self.search, self.size, sums)
         size = self.size if self._room >= 0 else 0
         cuts = _cut([(begin, min(end, size)) for begin, end in spans])
         tasks = [partial(_piece, loop, *cut, self.d, self.floor, self.search) for cut in cuts]
@@ -99,19 +98,23 @@ class Notes:
     def found(self, vector: Tensor, search: Search) -> Candidates | None:
         """Return the candidates; None if they are another search's, parts are missing, or they are far too many."""
         asked = (search.floor, vector.numel() if search.size is None else search.size)
-        if self.left or self._room < 0 or (self.floor, self.size) != asked:
+        if self.left or self._room < 0 or (self._guess, self.size) != asked:
             return None
-        parts = [part for _, part in sorted(self._found.items()) if part[0].numel()]
-        if not parts:
-            return None
-        if len(parts) <= MOST:
-            return Candidates(tuple(parts), self.floor)
-        joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        cuts = ranges(joined[0].numel(), 64)
-        return Candidates(tuple((joined[0][a:b], joined[1][a:b]) for a, b in cuts), self.floor)
+        return self.candidates()
+
+    def candidates(self) -> Candidates:
+        """Return the candidates of what was written."""
+        parts = [part for _, part in sorted(self._found.items())] or [NOTHING]
+        if len(parts) > MOST:
+            joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+            parts = [(joined[0][a:b], joined[1][a:b]) for a, b in ranges(joined[0].numel(), 64)]
+        found, wanted = Candidates(tuple(parts), self.floor), self.search.wanted
+        if wanted is not None and not wanted <= len(found) <= wanted + wanted // 3:
+            self.search.checks = CHECKS
+        return found
 
 
-def _floor(search: Search, size: int, sums: Callable[[slice], Any]) -> float:
+def _floor(search: Search, size: int, sums: Sums) -> float:
     """Return the floor of a search, or one from a sample if r is large and the sample contradicts it."""
     if search.wanted is None or search.wanted < LARGE or not search.checks:
         return search.floor

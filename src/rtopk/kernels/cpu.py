@@ -19,6 +19,7 @@ Each thread does this for its own range. Ranges are consecutive, so candidates a
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from rtopk.kernels.search import Candidates, GradientPart, Motion, Picked, Searc
 from rtopk.kernels.threads import INLINE, ranges, together
 from rtopk.kernels.union import union as by_bitmap
 
-batch = 1 << 22  # entries of a gradient's parts that are added at once: threads are woken for as many
+batch = 1 << 26  # entries of a gradient's parts that are added at once: all, but for memory's sake
 LINE = 64  # bytes of a cache line
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
 SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
@@ -108,21 +109,18 @@ def accumulate_(
     decay: float,
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates."""
-    kept, fresh = array_of(residual), array_of(gradient)
-    parts = _table([(0, gradient)])
-    if velocity is None:
+    kept, parts = array_of(residual), [(0, gradient)]
+    table, speed = _table(parts), None if velocity is None else array_of(velocity)
+    if speed is None:
         if decay != 1.0:
             residual.mul_(decay)
-        loop: Callable[..., Any] = partial(loops.add, kept, kept, parts)
-        arrays = [kept, fresh]
+        loop: Callable[..., Any] = partial(loops.add, kept, kept, table)
     else:
-        speed = array_of(velocity)
-        loop = partial(loops.move, kept, speed, kept, speed, parts, np.float32(momentum), np.float32(scale))
-        arrays = [kept, fresh, speed]
+        loop = partial(loops.move, kept, speed, kept, speed, table, np.float32(momentum), np.float32(scale))
     if search is None:
         without_search(loop, ((0, residual.numel()),))
         return None
-    return collect(loop, residual.numel(), search, partial(_sums, arrays, momentum, scale))
+    return collect(loop, residual.numel(), search, partial(_sums, kept, parts, speed, momentum, scale))
 
 
 def add_to(
@@ -136,19 +134,19 @@ def add_to(
         (served if fits else rest).append((begin, part))
     if not served:
         return rest
-    table = _table(served)
-    sums, kept = array_of(out), array_of(residual)
+    table, sums, kept, speed, factor = _table(served), array_of(out), array_of(residual), None, 0.0
     if motion is None:
         loop: Callable[..., Any] = partial(loops.add, sums, kept, table)
     else:
-        moved, velocity, momentum = motion
-        speeds = array_of(moved), kept, array_of(velocity)
-        loop = partial(loops.move, sums, *speeds, table, np.float32(momentum), np.float32(1.0))
+        moved, velocity, factor = motion
+        speed = array_of(velocity)
+        speeds = array_of(moved), kept, speed
+        loop = partial(loops.move, sums, *speeds, table, np.float32(factor), np.float32(1.0))
     spans = _stretches(table)
     if notes is None:
         without_search(loop, spans)
     else:
-        notes.run(loop, spans)
+        notes.run(loop, spans, partial(_sums, kept, served, speed, factor, 1.0))
     return rest
 
 
@@ -244,9 +242,17 @@ def _places(positions: Tensor) -> Any:
     return (positions.to(torch.int32) if fit else positions).numpy()
 
 
-def _sums(arrays: list[Any], momentum: float, scale: float, at: slice) -> Any:
-    """Return some of the sums that the pass will write."""
-    residual, gradient, *velocity = (array[at] for array in arrays)
-    if not velocity:
-        return residual + gradient
-    return residual + (velocity[0] * np.float32(momentum) + gradient * np.float32(scale))
+def _sums(
+    residual: Any, parts: Sequence[GradientPart], velocity: Any, momentum: float, scale: float, at: slice
+) -> Any:
+    """Return some of the sums that the pass will write, given all parts."""
+    step = at.step
+    gradient = np.concatenate(
+        [
+            array_of(part).reshape(-1)[-begin % step : max(0, at.stop - begin) : step]
+            for begin, part in sorted(parts, key=itemgetter(0))
+        ]
+    )
+    if velocity is None:
+        return residual[at] + gradient
+    return residual[at] + (velocity[at] * np.float32(momentum) + gradient * np.float32(scale))
