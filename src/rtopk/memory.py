@@ -87,7 +87,8 @@ class _Undoable:
         self._next: dict[str, Tensor] = {}  # what the step will hold, as far as it has been put
         self._waiting: list[GradientPart] = []  # put, and not added yet
         self._entries = 0  # of those
-        self._batch = 0  # of so many they are added
+        self._batch = 0  # when there are so many, they are added
+        self._size = 0  # of the residual
         self._notes: Any = None  # of the sums, if a search was expected
         self._undoable = False  # a snapshot was taken, and nothing has been added since
 
@@ -131,9 +132,11 @@ class _Undoable:
 
         A part must not change until then: where that is faster, several are added together.
         """
-        residual, end = self._prepare(), begin + part.numel()
-        if not 0 <= begin <= end <= residual.numel():
-            raise ValueError(f"a part must lie in [0, {residual.numel()}), got {begin} to {end}")
+        if not self._next:
+            self._prepare()
+        end = begin + part.numel()
+        if not 0 <= begin <= end <= self._size:
+            raise ValueError(f"a part must lie in [0, {self._size}), got {begin} to {end}")
         self._waiting.append((begin, part))
         self._entries += end - begin
         if self._entries >= self._batch:
@@ -163,13 +166,12 @@ class _Undoable:
         assert self.residual is not None
         kernels.add_to(self._next["residual"], self.residual, parts, self._notes)
 
-    def _prepare(self) -> Tensor:
+    def _prepare(self) -> None:
         if self.residual is None:
             raise ValueError("put needs a residual: add a first gradient, or load a state")
         if not self._next:
             self._next = {name: self._other(name) for name in self._names}
-            self._batch = kernels.batch(self.residual)
-        return self.residual
+            self._batch, self._size = kernels.batch(self.residual), self.residual.numel()
 
     def _adopt(self, search: Search | None, name: str) -> Tensor:
         """Continue with what was put; the search for candidates also checks that the sums are finite.

@@ -34,6 +34,7 @@ from rtopk.kernels.union import union as by_bitmap
 
 batch = 1 << 26  # entries of a gradient's parts that are added at once: all, but for memory's sake
 LINE = 64  # bytes of a cache line
+Row = tuple[int, int, int]  # where a part begins and ends in the vector, and its address
 SCATTER = 1 << 14  # entries that are worth a thread if each is a cache miss
 SORT_BELOW = 1 / 2048  # positions per entry of d; below it, reading the bitmap costs more than sorting
 
@@ -109,8 +110,8 @@ def accumulate_(
     decay: float,
 ) -> Candidates | None:
     """Add the gradient to the residual, or to the velocity and that to the residual; return the candidates."""
-    kept, parts = array_of(residual), [(0, gradient)]
-    table, speed = _table(parts), None if velocity is None else array_of(velocity)
+    kept, speed = array_of(residual), None if velocity is None else array_of(velocity)
+    table = _table([(0, gradient.numel(), gradient.data_ptr())])
     if speed is None:
         if decay != 1.0:
             residual.mul_(decay)
@@ -120,21 +121,26 @@ def accumulate_(
     if search is None:
         without_search(loop, ((0, residual.numel()),))
         return None
-    return collect(loop, residual.numel(), search, partial(_sums, kept, parts, speed, momentum, scale))
+    return collect(
+        loop, residual.numel(), search, partial(_sums, kept, [(0, gradient)], speed, momentum, scale)
+    )
 
 
 def add_to(
     out: Tensor, residual: Tensor, parts: Sequence[GradientPart], notes: Notes | None, motion: Motion | None
 ) -> list[GradientPart]:
     """Write the sums of some parts to `out`, all in one pass; return those that are not served."""
-    served: list[GradientPart] = []
+    rows: list[Row] = []
     rest: list[GradientPart] = []
     for begin, part in parts:
-        fits = part.dtype == torch.float32 and part.is_cpu and part.is_contiguous()
-        (served if fits else rest).append((begin, part))
-    if not served:
+        if part.dtype == torch.float32 and part.is_cpu and part.is_contiguous():
+            rows.append((begin, begin + part.numel(), part.data_ptr()))
+        else:
+            rest.append((begin, part))
+    if not rows:
         return rest
-    table, sums, kept, speed, factor = _table(served), array_of(out), array_of(residual), None, 0.0
+    rows.sort()
+    table, sums, kept, speed, factor = _table(rows), array_of(out), array_of(residual), None, 0.0
     if motion is None:
         loop: Callable[..., Any] = partial(loops.add, sums, kept, table)
     else:
@@ -142,28 +148,27 @@ def add_to(
         speed = array_of(velocity)
         speeds = array_of(moved), kept, speed
         loop = partial(loops.move, sums, *speeds, table, np.float32(factor), np.float32(1.0))
-    spans = _stretches(table)
     if notes is None:
-        without_search(loop, spans)
+        without_search(loop, _stretches(rows))
     else:
-        notes.run(loop, spans, partial(_sums, kept, served, speed, factor, 1.0))
+        notes.run(loop, _stretches(rows), partial(_sums, kept, parts, speed, factor, 1.0))
     return rest
 
 
-def _table(parts: Sequence[GradientPart]) -> Any:
-    """Return where parts begin and end, and their addresses, as loops read them."""
-    rows = [(begin, begin + part.numel(), part.data_ptr()) for begin, part in parts]
-    return np.array(sorted(rows), np.int64)
+def _table(rows: Sequence[Row]) -> Any:
+    """Return parts as loops read them."""
+    return np.array(rows, np.int64)
 
 
-def _stretches(table: Any) -> list[tuple[int, int]]:
-    """Return the stretches that parts cover, ascending; neighbours are one."""
-    spans: list[tuple[int, int]] = []
-    for begin, end, _ in table.tolist():
-        if spans and spans[-1][1] == begin:
-            begin, _ = spans.pop()
-        spans.append((begin, end))
-    return spans
+def _stretches(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Return the stretches that ascending parts cover; neighbours are one."""
+    spans, begin, end = [], rows[0][0], rows[0][0]
+    for start, stop, _ in rows:
+        if start != end:
+            spans.append((begin, end))
+            begin = start
+        end = stop
+    return [*spans, (begin, end)]
 
 
 def noting(vector: Tensor, search: Search) -> Notes:
