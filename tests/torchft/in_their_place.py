@@ -18,9 +18,9 @@ import torchft
 FOUND = {"allreduce": 0}
 # In torchft's "upscale" tests a replica starts when the two others have made two of their four steps, all three
 # from one barrier. As soon as all members of the last quorum ask again, the lighthouse makes a quorum at once,
-# without waiting for a newcomer. So the newcomer's first request must overtake those of the others' last two rounds,
-# some ten milliseconds; if it does not, they finish, and it waits in vain. Here the others wait before they go on,
-# and once a newcomer has asked, the lighthouse waits longer for those that have not (also before the first quorum).
+# without waiting for a newcomer. So the newcomer's first request must overtake those of the others' last two
+# rounds, some ten milliseconds; if it does not, they finish, and it waits in vain. Here the others wait before they
+# go on, and once one has asked, the lighthouse waits longer for those that have not (also before the first quorum).
 HEAD_START = 0.3  # seconds
 JOIN_TIMEOUT = 1000  # milliseconds, for torchft's default of 100
 
