@@ -1,16 +1,24 @@
 """Between host memory and a device: one wait for any number of tensors, and none on the way back.
 
 Whatever the host needs to know of a device's work goes through `fetch`, so what a step waits for can be counted.
+Work that must know something halfway is a generator: it asks (`ask`), and goes on when it is told. `answer` runs
+several, and waits once for all that they have asked for. Tensors in host memory are there already: nobody asks.
+
 Gradients are worked on in the current stream of the device. Payloads have a stream of their own (`aside`): they
 come from host memory and end there, so they do not wait for the gradients' work, nor that for them.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+Asking = Generator[Sequence[Tensor], list[Tensor], T]  # asks for tensors, gets them in host memory, returns
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:
@@ -32,6 +40,40 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
         last = here[place]
         here[place] = torch.empty(last.shape, dtype=last.dtype, pin_memory=last.is_cuda).copy_(last)
     return here
+
+
+def ask(*tensors: Tensor) -> Asking[list[Tensor]]:
+    """Return tensors in host memory, with the next wait: `here = yield from ask(...)`."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return fetch(*tensors)
+    return (yield tensors)
+
+
+def answer(askers: Sequence[Asking[T]]) -> list[T]:
+    """Run work that asks, and return the results; what all of it asks for at a time is one wait.
+
+    Each runs until it asks, then all go on, in the order given. An error of one ends the others where they are.
+    """
+    results: dict[int, T] = {}
+    asked: dict[int, Sequence[Tensor]] = {}
+    told: Iterator[Tensor] = iter(())
+    try:
+        for place, asker in enumerate(askers):
+            try:
+                asked[place] = next(asker)
+            except StopIteration as end:
+                results[place] = end.value
+        while asked:
+            before, told, asked = asked, iter(fetch(*chain.from_iterable(asked.values()))), {}
+            for place, tensors in before.items():
+                try:
+                    asked[place] = askers[place].send(list(islice(told, len(tensors))))
+                except StopIteration as end:
+                    results[place] = end.value
+    finally:
+        for asker in askers:  # after an error: they hold memory of the device
+            asker.close()
+    return [results[place] for place in range(len(askers))]
 
 
 def begin_fetch(tensor: Tensor) -> Tensor:

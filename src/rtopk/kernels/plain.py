@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws
-from rtopk.kernels.host import fetch, send
+from rtopk.kernels.host import Asking, answer, ask, fetch, send
 from rtopk.kernels.search import Candidates, Motion, Pending, Picked, Search, quantiles, room_for, stride
 
 BLOCK = 1 << 20
@@ -125,9 +125,23 @@ class Reached(Pending):
         """The candidates, or the `wanted` largest if there are far more: waits."""
         return streamed(self.vector, self.floor, self.wanted).parts
 
-    def finite(self, largest: Tensor) -> Tensor:
-        """Return whether all entries are finite, given the largest that compete: NaN and Inf are among those."""
-        return largest.isfinite().all() & self.rest.isfinite().all()
+    def is_finite(self, largest: Tensor | None = None) -> Tensor:
+        """Return whether all entries are finite; of those that compete, the largest are enough."""
+        competing = self.vector if largest is None else largest
+        return competing.isfinite().all() & self.rest.isfinite().all()
+
+    def picking(self, r: int, words: Any, k: int) -> Asking[Picked]:
+        """Select, and ask once if there were not fewer than r candidates, and not far more; else twice."""
+        vector, room = self.vector, room_for(r, self.vector.numel())
+        places = _places(self.marks, room)
+        number = self.marks.sum()
+        picked, told = _picked(places, vector[places], number.clamp(max=room), r, words, k)
+        count, finite, magnitude, *here = yield from ask(number, self.is_finite(told[0]), told[1], *picked)
+        if not r <= int(count) <= room:
+            picked, told = _picked(*_best(vector, r), r, r, words, k)
+            finite, magnitude, *here = yield from ask(self.is_finite(told[0]), told[1], *picked)
+        self.arrive(int(count), bool(finite))
+        return Picked(*picked, float(magnitude), (here[0], here[1]))
 
 
 def streamed(vector: Tensor, floor: float, wanted: int | None) -> Candidates:
@@ -161,21 +175,9 @@ def search_largest(vector: Tensor, r: int) -> Candidates:
 
 
 def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
-    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`.
-
-    On CUDA that is one wait, if the guess was good: not fewer than r candidates, and not far more. Else it is two.
-    """
-    if isinstance(candidates, Reached):
-        vector, room = candidates.vector, room_for(r, candidates.vector.numel())
-        places = _places(candidates.marks, room)
-        number = candidates.marks.sum()
-        picked, told = _picked(places, vector[places], number.clamp(max=room), r, words, k)
-        count, finite, magnitude, *here = fetch(number, candidates.finite(told[0]), told[1], *picked)
-        if not r <= int(count) <= room:
-            picked, told = _picked(*_best(vector, r), r, r, words, k)
-            finite, magnitude, *here = fetch(candidates.finite(told[0]), told[1], *picked)
-        candidates.arrive(int(count), bool(finite))
-        return Picked(*picked, float(magnitude), (here[0], here[1]))
+    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
+    if isinstance(candidates, Pending):
+        return answer([candidates.picking(r, words, k)])[0]
     positions, values = (torch.cat(column) for column in zip(*candidates.parts, strict=True))
     picked, told = _picked(positions.to(torch.int64), values, values.numel(), r, words, k)
     magnitude, *here = fetch(told[1], *picked)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rtopk.codec import PayloadError
 from rtopk.exchange import Message, send
-from rtopk.kernels.host import Streams
+from rtopk.kernels.host import Streams, answer
 from rtopk.replicas import control
 from rtopk.replicas.control import Control, GradientNotFinite
 from rtopk.replicas.group import Group, TensorNotFiniteError
@@ -104,9 +104,8 @@ class Round:
                 raise self.failure
             if state.verifies and not self.messages:
                 weights = control.hash_weights(state.tensors.values())
-            payloads = [
-                group.compress(state.step, self.scale, idle, state.options.clip_norm) for group in groups
-            ]
+            clip_norm = state.options.clip_norm
+            payloads = answer([group.stages(state.step, self.scale, idle, clip_norm) for group in groups])
         except Exception as error:
             # Whatever the error, the other ranks wait for a message of this size: report it there.
             payloads = [group.blank(state.step) for group in groups]
