@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rtopk import (
     Sparsifier,
     kernels,
 )
+from rtopk.fsdp import shards
 from rtopk.kernels import device as triton_backend
 from rtopk.kernels import plain
 from rtopk.kernels.host import answer, ask, send
@@ -307,8 +309,9 @@ def check_same(expected, got):
         {"selector": RandomK()},
         {"density": 1.0},
         {"memory": "none"},
+        {"exchange": "all-reduce"},
     ],
-    ids=["default", "momentum", "decay, loss scale, int8", "random-k", "dense", "no memory"],
+    ids=["default", "momentum", "decay, loss scale, int8", "random-k", "dense", "no memory", "all-reduce"],
 )
 def test_a_bucket_waits_once(alone, chosen, options):
     """For all its tensors, those that are sent in full too, and from the first step on if no guess is needed."""
@@ -468,18 +471,16 @@ class Lockstep(AllGather):
         return Arriving(board, payload)
 
 
-class Arriving:
-    """As `InFlight`, with a collective that is over once every rank has sent."""
+class Arriving(InFlight):
+    """A collective that is over once every rank has sent."""
+
+    class Work:
+        def wait(self):
+            self.flight.arrived = torch.stack(self.flight.board)
 
     def __init__(self, board, payload):
-        self.board, self.size = board, payload.numel()
-
-    def wait(self):
-        class Done:
-            def wait(self):
-                pass
-
-        return InFlight(Done(), self.board[0], torch.stack(self.board)).wait()
+        super().__init__(self.Work(), payload, board[0] if board[0] is not None else payload)
+        self.work.flight, self.board = self, board
 
 
 def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.float32, **options):
@@ -503,7 +504,8 @@ def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.floa
                 on.begin()
             for name, gradient in mine.items():
                 this.put(name, gradient, held.get(name))
-            this.send(state.groups, set())
+            for names in BUCKETS if options.get("scope") == "bucket" else [SIZES]:
+                this.send(list(dict.fromkeys(state.group_of[name] for name in names)), set())
         sending = list(on.waits) if on else []
         for this, mine in zip(rounds, fresh, strict=True):
             if on:
@@ -511,13 +513,14 @@ def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.floa
             this.finish(mine)
         if on:
             costs.append((sending, list(on.waits), on.up))
-        kept = states[-1].groups[0].sparsifier.memory.state_dict().values()
+        kept = [t for group in states[-1].groups for t in group.sparsifier.memory.state_dict().values()]
         made.append([unwrap(tensor).clone() for tensor in (*fresh[0].values(), *fresh[-1].values(), *kept)])
     return made, costs, states[0]
 
 
 WAYS = {  # over NCCL?, options; the biases, which every rank sends, are positions that all have in common
     "nccl": (True, {}),
+    "nccl, buckets": (True, {"scope": "bucket"}),
     "gloo": (False, {}),
     "mean over the received": (False, {"memory": "none"}),
     "a second backward": (True, {"held_in": ("b.weight", "a.bias")}),
@@ -526,10 +529,13 @@ WAYS = {  # over NCCL?, options; the biases, which every rank sends, are positio
 
 
 @pytest.mark.parametrize(
-    "way", ["nccl", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
+    "way", [*list(WAYS)[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[2:])]
 )
 def test_ranks_average_on_the_device(chosen, way):
-    """n k entries go up, and the mean in rank order has the host's bits; on NCCL what arrived is one more wait."""
+    """n k entries go up, and the mean in rank order has the host's bits; on NCCL what arrived is one more wait.
+
+    That is one for all messages, if buckets have sent several.
+    """
     nccl, options = WAYS[way]
     expected, _, _ = run_ranks(3, 3, **options)
     with FakeDevice() as device:
@@ -537,13 +543,14 @@ def test_ranks_average_on_the_device(chosen, way):
     for one, two in zip(expected, got, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(two[: len(SIZES)], two[len(SIZES) :], strict=False))
-    entries = state.groups[0].sparsifier.entries(state.layout.size, 0)
+    entries = sum(group.sparsifier.entries(group.layout.size, 0) for group in state.groups)
+    messages = len(BUCKETS) if "scope" in options else 1
     for step, (sending, finishing, up) in list(enumerate(costs))[1:]:
         if chosen == "triton" and "memory" not in options:
-            assert len(sending) == 1 + ("density" in options), sending
+            assert len(sending) == messages + ("density" in options), sending
         assert len(finishing) == nccl, finishing
         if not (step == 2 and "held_in" in options):
-            assert up <= 3 * 12 * entries + 8 * (len(SIZES) + 1)
+            assert up <= 3 * 12 * entries + 8 * (len(SIZES) + len(state.groups))
 
 
 def test_what_arrived_on_a_device_is_copied_once():
@@ -558,6 +565,42 @@ def test_what_arrived_on_a_device_is_copied_once():
         messages = InFlight(Done(), arrived[0], arrived).wait()
         assert [int(message[7]) for message in messages] == [7, 107, 207]
     assert (len(device.waits), device.down) == (1, 300)
+
+
+def test_gradients_that_fsdp_sets_aside_are_one_wait(monkeypatch):
+    """Zeros and means of an earlier round, in the middle of backward, if gradients are not set to None."""
+    monkeypatch.setattr(shards, "_local", lambda gradient: gradient)
+    drawn = {
+        "zero": torch.zeros(3),
+        "mean": torch.ones(3),
+        "mean that became NaN": torch.tensor([0.0, float("nan"), 1.0]),
+        "another's": torch.ones(3),
+    }
+    with FakeDevice() as device:
+        parameters = {name: SimpleNamespace(grad=device.tensor(made)) for name, made in drawn.items()}
+        parameters["none"] = SimpleNamespace(grad=None)
+        means = {id(parameters[name]) for name in ("mean", "mean that became NaN")}
+        written = SimpleNamespace(means=means, forget=means.discard)
+        state = SimpleNamespace(parameters=parameters, written=written, _zeros={}, _waiting={})
+        shards.State._set_aside(state, list(parameters))
+        assert len(device.waits) == 1, device.waits
+        assert (list(state._zeros), list(state._waiting)) == (["zero"], ["mean"])
+        left = [name for name, parameter in parameters.items() if parameter.grad is not None]
+        assert left == ["mean that became NaN", "another's"]
+        assert means == {id(parameters["mean that became NaN"])}
+        device.begin()
+        shards.State._set_aside(state, ["none"])
+        assert not device.waits
+
+
+def test_what_goes_to_host_memory_is_there():
+    """Whoever gets it reads it at once: a copy that is still on its way would be sent as it is."""
+    with FakeDevice() as device:
+        there = device.tensor(torch.arange(5))
+        assert send(there, torch.device("cpu")).tolist() == [0, 1, 2, 3, 4]
+        assert (len(device.waits), device.down) == (1, 40)
+        assert unwrap(send(torch.arange(3), torch.device("meta"))).tolist() == [0, 1, 2]
+        assert len(device.waits) == 1
 
 
 def test_the_sparse_all_reduce_waits_no_more(alone, chosen):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rtopk import compat
 from rtopk.kernels import host
-from rtopk.transport import AllGather
+from rtopk.transport import AllGather, Swap
 
 CARD = torch.device("cuda", 1)
 
@@ -91,19 +91,13 @@ def test_work_of_several_streams_is_joined(cuda):
     """Autograd calls the hooks of a round in the streams of the forward pass."""
     calls, now = cuda
     streams = host.Streams()
-    for name in ("a", "b", "a"):
+    for name in ("a", "a", "b", "a", "c"):
         now["now"] = name
-        streams.note(CARD)
-    assert calls == ["b waits for a"]  # for what all of them use: the first has made it
-    now["now"] = "b"
-    streams.join(CARD)
-    assert calls[1:] == ["b waits for a"]
-    now["now"] = "c"
-    streams.join(CARD)
-    assert calls[2:] == ["c waits for a", "c waits for b"]
-    streams.note(torch.device("cpu"))
+        streams.join(CARD)
+    # "a" too, when it comes back: "b" may have made what it is about to write to.
+    assert calls == ["b waits for a", "a waits for b", "c waits for a"]
     streams.join(torch.device("cpu"))
-    assert len(calls) == 4
+    assert len(calls) == 3
 
 
 def test_a_collective_and_what_it_needs_are_in_that_stream(cuda, tmp_path, monkeypatch):
@@ -138,6 +132,28 @@ def test_a_collective_and_what_it_needs_are_in_that_stream(cuda, tmp_path, monke
         "fetch",
         f"out of {side}",
     ]
+
+
+def test_parts_are_copied_down_in_the_stream_that_made_them(cuda, tmp_path, monkeypatch):
+    """The payloads' stream does not wait for that one, so a copy in it could come too early."""
+    calls, now = cuda
+
+    class Part(Away):
+        def numel(self):
+            return 5
+
+        def cpu(self):
+            calls.append(f"copied in {now['now']}")
+            return torch.arange(5, dtype=torch.uint8)
+
+    monkeypatch.setattr("rtopk.transport.aside", lambda device, *used: host.aside(CARD, *used))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert Swap(AllGather(), [Part()]).wait()[0].tolist() == [0, 1, 2, 3, 4]
+    finally:
+        dist.destroy_process_group()
+    side = ["into payloads of 1", "out of payloads of 1"]
+    assert calls == [*side, "copied in main", *side, *side]
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):

@@ -85,8 +85,10 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, without waiting for what that device is doing.
 
     From pinned memory, because a copy from other memory may wait for the stream. Torch keeps the pinned memory
-    until the copy is done.
+    until the copy is done. On the way to host memory it waits: whoever reads there does not ask if it is done.
     """
+    if device.type == "cpu" and not tensor.is_cpu:
+        return fetch(tensor)[0]
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -126,18 +128,15 @@ class Streams:
     """The streams that a round's work was queued in: autograd calls hooks in those of the forward pass."""
 
     def __init__(self) -> None:
-        self._seen: dict[torch.cuda.Stream, None] = {}
-
-    def note(self, device: torch.device) -> None:
-        """Note the current stream; a new one waits for what the others have begun, such as memory set to zero."""
-        if device.type == "cuda" and torch.cuda.current_stream(device) not in self._seen:
-            self.join(device)
+        self._last: torch.cuda.Stream | None = None
 
     def join(self, device: torch.device) -> None:
-        """Let the current stream wait for the work in all others that were noted."""
+        """Let the current stream wait for the one before, which has waited in its turn: all work is in order.
+
+        A stream that comes back waits too. It may write to memory that another has set to zero in between.
+        """
         if device.type == "cuda":
             current = torch.cuda.current_stream(device)
-            for stream in self._seen:
-                if stream != current:
-                    current.wait_stream(stream)
-            self._seen[current] = None
+            if self._last is not None and self._last != current:
+                current.wait_stream(self._last)
+            self._last = current

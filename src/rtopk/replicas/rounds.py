@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import PayloadError
-from rtopk.exchange import Message, send
+from rtopk.exchange import Message, arrive, send
 from rtopk.kernels.host import Streams, answer
 from rtopk.replicas import control
 from rtopk.replicas.control import Control, GradientNotFinite
@@ -57,7 +57,7 @@ class Round:
         )
         self.selection_seconds = self.exchange_seconds = 0.0
         self.device, self.streams = state.device, Streams()
-        self.streams.note(self.device)
+        self.streams.join(self.device)
         plain = self.scale == 1.0 and not state.may_be_idle and state.options.clip_norm is None
         density, status = 0.0, control.FINE
         try:
@@ -78,7 +78,7 @@ class Round:
         """
         if held is not None:
             self.held[name] = held
-        self.streams.note(self.device)
+        self.streams.join(self.device)
         with self.telling():
             self.state.group_of[name].put(name, gradient)
 
@@ -147,6 +147,7 @@ class Round:
                 if sparse[group]:
                     group.clear(gradients)  # while messages are in flight
             waiting = time.perf_counter()
+            arrive([sent.message for sent in self.messages])
             headers = [sent.message.headers() for sent in self.messages]  # [message][rank]
             waited = time.perf_counter() - waiting
         except Exception:
