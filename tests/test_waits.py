@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from rtopk import (
     Sparsifier,
     kernels,
 )
-from rtopk.fsdp import shards
 from rtopk.kernels import device as triton_backend
 from rtopk.kernels import plain
 from rtopk.kernels.host import answer, ask, send
@@ -565,32 +563,6 @@ def test_what_arrived_on_a_device_is_copied_once():
         messages = InFlight(Done(), arrived[0], arrived).wait()
         assert [int(message[7]) for message in messages] == [7, 107, 207]
     assert (len(device.waits), device.down) == (1, 300)
-
-
-def test_gradients_that_fsdp_sets_aside_are_one_wait(monkeypatch):
-    """Zeros and means of an earlier round, in the middle of backward, if gradients are not set to None."""
-    monkeypatch.setattr(shards, "_local", lambda gradient: gradient)
-    drawn = {
-        "zero": torch.zeros(3),
-        "mean": torch.ones(3),
-        "mean that became NaN": torch.tensor([0.0, float("nan"), 1.0]),
-        "another's": torch.ones(3),
-    }
-    with FakeDevice() as device:
-        parameters = {name: SimpleNamespace(grad=device.tensor(made)) for name, made in drawn.items()}
-        parameters["none"] = SimpleNamespace(grad=None)
-        means = {id(parameters[name]) for name in ("mean", "mean that became NaN")}
-        written = SimpleNamespace(means=means, forget=means.discard)
-        state = SimpleNamespace(parameters=parameters, written=written, _zeros={}, _waiting={})
-        shards.State._set_aside(state, list(parameters))
-        assert len(device.waits) == 1, device.waits
-        assert (list(state._zeros), list(state._waiting)) == (["zero"], ["mean"])
-        left = [name for name, parameter in parameters.items() if parameter.grad is not None]
-        assert left == ["mean that became NaN", "another's"]
-        assert means == {id(parameters["mean that became NaN"])}
-        device.begin()
-        shards.State._set_aside(state, ["none"])
-        assert not device.waits
 
 
 def test_what_goes_to_host_memory_is_there():
