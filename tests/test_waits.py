@@ -565,6 +565,27 @@ def test_what_arrived_on_a_device_is_copied_once():
     assert (len(device.waits), device.down) == (1, 300)
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda there: there[torch.tensor([1, 2])],
+        lambda there: there[there > 2],
+        lambda there: there.unique_consecutive(),
+        lambda there: there.repeat_interleave(there),
+        lambda there: bool(there[0]),
+        lambda there: there.to("cpu"),
+        lambda there: there.copy_(torch.zeros(5, dtype=torch.int64)),
+    ],
+)
+def test_the_simulated_device_notices_who_waits(read):
+    with FakeDevice() as device:
+        there = device.tensor(torch.arange(5))
+        there.add_(1).sub_(1).clone()[there]
+        assert not device.waits
+        read(there)
+        assert len(device.waits) == 1
+
+
 def test_what_goes_to_host_memory_is_there():
     """Whoever gets it reads it at once: a copy that is still on its way would be sent as it is."""
     with FakeDevice() as device:

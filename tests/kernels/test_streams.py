@@ -4,13 +4,14 @@ What this cannot show: that the order suffices on a card. The self-test compares
 """
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from rtopk import compat
-from rtopk.kernels import host
+from rtopk.kernels import device, host
 from rtopk.transport import AllGather, Swap
 
 CARD = torch.device("cuda", 1)
@@ -154,6 +155,75 @@ def test_parts_are_copied_down_in_the_stream_that_made_them(cuda, tmp_path, monk
         dist.destroy_process_group()
     side = ["into payloads of 1", "out of payloads of 1"]
     assert calls == [*side, "copied in main", *side, *side]
+
+
+class Copied(Away):
+    """A tensor that writes down how it is copied; pinned, if that was asked for."""
+
+    device, shape, dtype = CARD, (3,), torch.float32
+
+    def __init__(self, calls, *, there=True, pinned=""):
+        super().__init__(calls)
+        self.is_cuda, self.is_cpu, self.pinned = there, not there, pinned
+
+    def pin_memory(self):
+        return Copied(self.calls, there=False, pinned="pinned ")
+
+    def to(self, device, non_blocking=False):
+        how = "queued" if non_blocking else "waited for"
+        self.calls.append(f"{self.pinned}copy to {torch.device(device).type}, {how}")
+        return self
+
+    def copy_(self, other):
+        self.calls.append(f"copy into {self.pinned}memory, waited for")
+        return self
+
+
+def test_copies_are_from_and_to_pinned_memory_and_the_last_one_down_waits(monkeypatch):
+    """From other memory a copy is not asynchronous, whatever it is asked to be."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        torch, "empty", lambda *_, pin_memory, **__: Copied(calls, pinned="pinned " if pin_memory else "")
+    )
+    here = torch.ones(3)
+    answers = host.fetch(Copied(calls), here, Copied(calls), Copied(calls))
+    assert torch.equal(answers[1], here)
+    assert calls == [*["copy to cpu, queued"] * 2, "copy into pinned memory, waited for"]
+    calls.clear()
+    host.send(Copied(calls, there=False), CARD)
+    assert calls == ["pinned copy to cuda, queued"]
+    calls.clear()
+    host.send(Copied(calls), torch.device("cpu"))
+    assert calls == ["copy into pinned memory, waited for"]
+
+
+def test_futures_know_their_card(monkeypatch):
+    """Else whoever waits for one does not wait in their stream."""
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: devices)
+    assert host.promise(Copied([])) == [CARD]
+    assert host.promise(torch.zeros(3)) is None
+
+
+def test_programs_are_launched_on_the_card_of_their_tensors(monkeypatch):
+    """Triton takes the current one, which need not be theirs."""
+    calls = []
+
+    @contextmanager
+    def on(card):
+        calls.append(f"on {card}")
+        yield
+        calls.append("back")
+
+    def launch(*arguments, **options):
+        calls.append("launch")
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(device, "_programs", lambda: SimpleNamespace(subtract={(2,): launch}))
+    device._launch("subtract", Copied([]), 2, "vector")
+    assert calls == [f"on {CARD}", "launch", "back"]
+    device._launch("subtract", torch.zeros(3), 2, "vector")
+    assert calls[3:] == ["launch"]
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):
