@@ -427,8 +427,8 @@ def test_what_several_ask_for_is_one_wait():
 
 OTHERS = {  # options, waits of a step: the table in docs/gpu.md
     "clipped": ({"clip_norm": 1.0}, 1 + 1),
-    "idle": ({}, 1 + 3),
-    "idle, momentum": ({"memory": "momentum-correction"}, 1 + 7),
+    "idle": ({}, 1),
+    "idle, momentum": ({"memory": "momentum-correction"}, 1),
     "verified": ({"verify_every": 1}, 1 + len(SIZES)),
 }
 
@@ -453,6 +453,58 @@ def test_what_else_waits(alone, chosen, way):
             this.send(state.groups, idle)
             this.finish(fresh)
             assert step == 0 or len(device.waits) == expected, device.waits
+
+
+class Joined(ErrorFeedback):
+    """Gradients are joined before they are added."""
+
+    in_parts = False
+
+
+class JoinedWithMomentum(MomentumCorrection):
+    in_parts = False
+
+
+def run_idle(*, on=None, **options):
+    """Run rounds in which some tensors take no part; return gradients and memories after each, and waits."""
+    make = on.tensor if on else torch.clone
+    parameters = {name: make(torch.zeros(shape)) for name, shape in SIZES.items()}
+    transport = AllGather(None, parameters["a.weight"].device)
+    state = State(parameters, Options(density=DENSITY, **options).resolved(1), transport)
+    state.may_be_idle = True
+    made, waits = [], []
+    for step, idle in enumerate((set(), {"a.weight", "a.bias"}, {"b.bias"}, set(), {"b.weight"}, set(SIZES))):
+        before = state.state_dict()["memory"]
+        drawn = gradients(step)
+        fresh = {name: make(g * (name not in idle)) for name, g in drawn.items()}
+        if on:
+            on.begin()
+        this = Round(state)
+        for name, gradient in fresh.items():
+            this.put(name, None if name in idle else gradient)
+        this.send(state.groups, idle)
+        this.finish(fresh)
+        waits.append(list(on.waits) if on else [])
+        after = state.state_dict()["memory"]
+        kept = [unwrap(after[kind][name]).clone() for kind in after for name in SIZES]
+        made.append([*(unwrap(g).clone() for g in fresh.values()), *kept])
+        for kind in after:
+            for name in idle:
+                assert torch.equal(unwrap(before[kind][name]), unwrap(after[kind][name])), (step, kind, name)
+    return made, waits
+
+
+@pytest.mark.parametrize("memory", [None, "momentum-correction"])
+@pytest.mark.parametrize("values", ["fp32", pytest.param("4bit", marks=pytest.mark.slow)])
+def test_tensors_that_take_no_part_cost_no_wait(alone, chosen, memory, values):
+    """What the memory holds of them stays, whatever few bits make of zero, as if gradients were joined first."""
+    expected, _ = run_idle(memory=memory, values=values)
+    check_same(run_idle(memory=JoinedWithMomentum if memory else Joined, values=values)[0], expected)
+    with FakeDevice() as device:
+        got, waits = run_idle(on=device, memory=memory, values=values)
+    check_same(expected, got)
+    if chosen == "triton":
+        assert [len(counted) for counted in waits] == [1] * len(waits), waits
 
 
 class Lockstep(AllGather):

@@ -2,7 +2,7 @@
 
 A group collects the gradients of its tensors, makes the payload, and can undo the whole step: the previous state
 of its memory is kept until the exchange has succeeded on every rank. A memory that accepts gradients in parts gets
-each tensor's as it arrives. Otherwise (clipping, loss scaling, other memories, idle tensors) they are joined first.
+each tensor's as it arrives. Otherwise (clipping, loss scaling, other memories) they are joined first.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class Group:
         self._before: Mapping[str, Tensor] | None = None  # the memory before this step
 
     def begin(self, plain: bool) -> None:
-        """Begin a round; `plain`: every tensor takes part, and gradients are used unchanged."""
+        """Begin a round; `plain`: gradients are used unchanged."""
         self.rollback()  # a round that was interrupted
         self._in_parts = plain and getattr(self.sparsifier.memory, "in_parts", False)
         if self._in_parts:
@@ -153,7 +153,11 @@ class Group:
     def keep_idle(self, idle: AbstractSet[str]) -> None:
         """Undo this step for tensors that no rank used: with few bits, what was sent for them is not zero."""
         spans = [self.bounds[name] for name in self.layout.names if name in idle]
-        if spans and self._before:
+        go_back = getattr(self.sparsifier.memory, "go_back", None) if self._in_parts else None
+        if go_back is not None:
+            for span in spans:
+                go_back(*span)
+        elif spans and self._before:
             state = self.sparsifier.memory.state_dict()
             for name, tensor in state.items():
                 for begin, end in spans:

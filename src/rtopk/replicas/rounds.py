@@ -58,7 +58,7 @@ class Round:
         self.selection_seconds = self.exchange_seconds = 0.0
         self.device, self.streams = state.device, Streams()
         self.streams.join(self.device)
-        plain = self.scale == 1.0 and not state.may_be_idle and state.options.clip_norm is None
+        plain = self.scale == 1.0 and state.options.clip_norm is None
         density, status = 0.0, control.FINE
         try:
             for group in state.groups:
@@ -71,16 +71,17 @@ class Round:
         if not state.settled:
             self.opening = state.transport.start(Control(state.step, status, 0, density, self.scale).pack())
 
-    def put(self, name: str, gradient: Tensor, held: Tensor | None = None) -> None:
-        """Take the gradient of a tensor; it must not change until it is sent.
+    def put(self, name: str, gradient: Tensor | None, held: Tensor | None = None) -> None:
+        """Take the gradient of a tensor, None if it took no part; it must not change until it is sent.
 
         `held` is the mean of an earlier round that the gradient of the parameter still holds, besides this one.
         """
         if held is not None:
             self.held[name] = held
         self.streams.join(self.device)
-        with self.telling():
-            self.state.group_of[name].put(name, gradient)
+        if gradient is not None:
+            with self.telling():
+                self.state.group_of[name].put(name, gradient)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
