@@ -8,10 +8,20 @@ import torch
 import torch.distributed as dist
 from fake_device import FakeDevice, FakeTensor, unwrap
 
-from rtopk import DecayedErrorFeedback, ErrorFeedback, MomentumCorrection, RTopK, Sparsifier, kernels
+from rtopk import (
+    Codec,
+    DecayedErrorFeedback,
+    ErrorFeedback,
+    MomentumCorrection,
+    RandomK,
+    RTopK,
+    Sparsifier,
+    kernels,
+)
 from rtopk.kernels import device as triton_backend
 from rtopk.kernels import plain
-from rtopk.kernels.host import send
+from rtopk.kernels.host import answer, ask, send
+from rtopk.replicas import rounds
 from rtopk.replicas.options import Options
 from rtopk.replicas.rounds import Round
 from rtopk.replicas.state import State
@@ -90,8 +100,8 @@ def test_a_step_waits_once_and_moves_few_bytes(alone, chosen):
     for one, two in zip(expected, got, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
     entries = state.groups[0].sparsifier.entries(state.layout.size, 0)
-    # The first step has no guess to search with: it checks first, and a sample guesses where programs do not.
-    assert len(costs[0][0]) <= {"triton": 2, "torch": 4}[chosen]
+    # The first step has no guess: programs look at everything by themselves, plain torch looks again.
+    assert len(costs[0][0]) == {"triton": 1, "torch": 2}[chosen]
     once = 0
     for (*_, missed), (waits, down, up, now_missed) in pairwise(costs):
         if chosen == "torch" and now_missed > missed:
@@ -106,7 +116,7 @@ def test_a_step_waits_once_and_moves_few_bytes(alone, chosen):
 @pytest.mark.parametrize("chosen", ["triton"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"memory": "momentum-correction"}, {"memory": DecayedErrorFeedback}])
 def test_the_hook_adds_and_searches_in_one_pass(alone, chosen, options, monkeypatch):
-    """From the second step on, which has a guess, each entry is in one `sweep`; that adds and notes candidates."""
+    """In every step each entry is in one `sweep`, which adds, and notes candidates or, without a guess, checks."""
     launch, passes = triton_backend._launch, []
 
     def noted(name, like, programs, *arguments, **flags):
@@ -119,7 +129,7 @@ def test_the_hook_adds_and_searches_in_one_pass(alone, chosen, options, monkeypa
     with FakeDevice() as device:
         _, _, state = run(4, on=device, **options)
     assert all(adds for _, adds, _ in passes)
-    assert sum(entries for entries, _, searches in passes if searches) == 3 * state.layout.size
+    assert sum(entries for entries, _, searches in passes if searches) == 4 * state.layout.size
 
 
 @pytest.mark.parametrize("chosen", ["triton"], indirect=True)
@@ -220,11 +230,205 @@ def test_a_memory_that_is_not_given_parts(alone, chosen, options, scale):
         assert [len(costs[step][0]) for step in (1, 3)] == [1, 1], costs
 
 
+BUCKETS = ("a.bias", "b.weight", "b.bias"), ("a.weight",)  # the biases are sent in full
+
+
+class OfAStranger:
+    """A memory with the four functions that a memory must have, and candidates."""
+
+    def __init__(self):
+        self.residual = None
+
+    def add(self, gradient, search=None):
+        kernels.require_finite(gradient, "gradient")
+        if self.residual is None:
+            self.residual = kernels.zeros(gradient)
+        kernels.accumulate_(self.residual, gradient, search)
+        return self.residual
+
+    def subtract(self, sent):
+        kernels.subtract_(self.residual, sent.indices, sent.values)
+
+    def state_dict(self):
+        return {"residual": self.residual.clone()}
+
+    def load_state_dict(self, state):
+        self.residual = state["residual"].clone()
+
+
+def run_buckets(steps, *, on=None, bad=(), before=None, scale=1.0, **options):
+    """Run rounds of scope "bucket"; return gradients and memories after each, and the waits of each message.
+
+    `bad` are a step, a tensor and what one of its entries is then; `before` is called before each step.
+    """
+    make = on.tensor if on else torch.clone
+    parameters = {name: make(torch.zeros(shape)) for name, shape in SIZES.items()}
+    transport = AllGather(None, parameters["a.weight"].device)
+    options = {"density": DENSITY, "scope": "bucket", **options}
+    state = State(parameters, Options(**options).resolved(1), transport)
+    state.set_scale(scale)
+    made, waits = [], []
+    for step in range(steps):
+        drawn = gradients(step)
+        if bad and step == bad[0]:
+            drawn[bad[1]].view(-1)[7] = bad[2]
+        fresh = {name: make(gradient) for name, gradient in drawn.items()}
+        if before:
+            before(step, state)
+        this = Round(state)
+        for bucket in BUCKETS:
+            if on:
+                on.begin()
+            for name in bucket:
+                this.put(name, fresh[name])
+            this.send([state.group_of[name] for name in bucket], set())
+            if on:
+                waits.append((step, list(on.waits)))
+        if on:
+            on.begin()
+        this.finish(fresh)
+        assert not on or not on.waits, on.waits
+        kept = [tensor for group in state.groups for tensor in group.sparsifier.memory.state_dict().values()]
+        made.append([unwrap(tensor).clone() for tensor in (*fresh.values(), *kept)])
+    return made, waits, state
+
+
+def check_same(expected, got):
+    for one, two in zip(expected, got, strict=True):
+        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"memory": "momentum-correction"},
+        {"memory": DecayedErrorFeedback, "scale": 3.0, "values": "int8"},
+        {"selector": RandomK()},
+        {"density": 1.0},
+        {"memory": "none"},
+        {"exchange": "all-reduce"},
+    ],
+    ids=["default", "momentum", "decay, loss scale, int8", "random-k", "dense", "no memory", "all-reduce"],
+)
+def test_a_bucket_waits_once(alone, chosen, options):
+    """For all its tensors, those that are sent in full too, and from the first step on if no guess is needed."""
+    expected, _, _ = run_buckets(5, **options)
+    with FakeDevice() as device:
+        got, costs, state = run_buckets(5, on=device, **options)
+    check_same(expected, got)
+    misses = [group.sparsifier.search.second_scans for group in state.groups]
+    needs_no_guess = "selector" in options or options.get("density") == 1.0
+    assert len(costs) == 5 * len(BUCKETS)
+    counts = [len(waits) for _, waits in costs]
+    if chosen == "triton" or needs_no_guess:
+        assert counts == [1] * len(counts), costs
+    else:  # plain torch looks again where a guess has failed, for all tensors of a bucket together
+        assert set(counts) <= {1, 2}
+        assert counts.count(2) <= sum(misses)
+        assert counts.count(1) >= 3
+
+
+@pytest.mark.parametrize("options", [{"memory": OfAStranger}, {"selector": RTopK(nodes=2), "density": 0.9}])
+def test_buckets_have_the_bits_of_the_cpu(alone, chosen, options):
+    """Memories of strangers, which wait as they like, and r that is all or nearly all entries."""
+    expected, _, _ = run_buckets(4, **options)
+    with FakeDevice() as device:
+        got, _, _ = run_buckets(4, on=device, **options)
+    check_same(expected, got)
+
+
+@pytest.mark.parametrize(
+    ("memory", "where"),
+    [
+        *((None, where) for where in ("b.weight", "b.bias", "a.bias", "a.weight")),
+        ("momentum-correction", "b.weight"),
+        *(
+            pytest.param(memory, where, marks=pytest.mark.slow)
+            for memory in (DecayedErrorFeedback, "none", OfAStranger)
+            for where in ("b.weight", "b.bias")
+        ),
+    ],
+)
+def test_a_bucket_with_one_tensor_that_is_not_finite(alone, chosen, memory, where):
+    """Wherever it is, sent in full or not: its name is told, and all groups go back, those packed before it too."""
+    bad, kept = (2, where, float("inf")), {}
+
+    def remember(step, state):
+        kept[step] = [group.sparsifier.memory.state_dict() for group in state.groups]
+
+    expected, _, plain_state = run_buckets(4, bad=bad, memory=memory)
+    with FakeDevice() as device:
+        got, _, state = run_buckets(4, on=device, bad=bad, memory=memory, before=remember)
+        for before, after in zip(kept[2], kept[3], strict=True):
+            assert all(torch.equal(unwrap(before[kind]), unwrap(after[kind])) for kind in after)
+    check_same(expected, got)
+    assert state.skipped == plain_state.skipped == 1
+    assert state.refusal == plain_state.refusal == f"step 2: the gradient of {where} is not finite on rank 0"
+
+
+@pytest.mark.parametrize("where", ["fetch", "encode"])
+def test_a_bucket_that_runs_out_of_memory_halfway(alone, chosen, monkeypatch, where):
+    """After all groups were queued, or after the first was packed: the others learn of it, and all go back."""
+    calls, told = {"left": -1}, []
+
+    def failing(original):
+        def call(*arguments, **options):
+            calls["left"] -= 1
+            if calls["left"] == 0:
+                raise torch.OutOfMemoryError("halfway")
+            return original(*arguments, **options)
+
+        return call
+
+    def arm(step, state):
+        calls["left"] = {"fetch": 1, "encode": 2}[where] if step == 2 else -1
+
+    monkeypatch.setattr(rounds, "raise_after_backward", told.append)
+    if where == "fetch":
+        monkeypatch.setattr("rtopk.kernels.host.fetch", failing(kernels.host.fetch))
+    else:
+        monkeypatch.setattr(Codec, "encode_with_decoded", failing(Codec.encode_with_decoded))
+    with FakeDevice() as device:
+        got, _, state = run_buckets(4, on=device, before=arm)
+    assert [str(error) for error in told] == ["halfway"]
+    assert state.step == 3
+    monkeypatch.undo()
+    half = len(SIZES)
+    assert all(torch.equal(a, b) for a, b in zip(got[1][half:], got[2][half:], strict=True))
+    assert all(bool(gradient.isnan().all()) for gradient in got[2][:half])
+
+
+def test_what_several_ask_for_is_one_wait():
+    """In any number of turns; results come in order, and an error ends those that still wait."""
+    ended = []
+
+    def asker(name, turns):
+        try:
+            total = 0
+            for _ in range(turns):
+                one, two = yield from ask(device.tensor(torch.tensor(1)), device.tensor(torch.tensor(10)))
+                total += int(one) + int(two)
+            if turns == 2:
+                raise ValueError(name)
+        finally:
+            ended.append(name)
+        return name, total
+
+    with FakeDevice() as device:
+        assert answer([asker("a", 1), asker("b", 3), asker("c", 0)]) == [("a", 11), ("b", 33), ("c", 0)]
+        assert len(device.waits) == 3
+        assert ended == ["c", "a", "b"]
+        ended.clear()
+        with pytest.raises(ValueError, match="b"):
+            answer([asker("a", 4), asker("b", 2), asker("c", 1)])
+        assert ended == ["c", "b", "a"]
+
+
 OTHERS = {  # options, waits of a step: the table in docs/gpu.md
     "clipped": ({"clip_norm": 1.0}, 1 + 1),
-    "idle": ({}, 1 + 3),
-    "idle, momentum": ({"memory": "momentum-correction"}, 1 + 7),
-    "bucket": ({"scope": "bucket"}, 2 * 1 + 2 * 2),
+    "idle": ({}, 1),
+    "idle, momentum": ({"memory": "momentum-correction"}, 1),
     "verified": ({"verify_every": 1}, 1 + len(SIZES)),
 }
 
@@ -246,10 +450,61 @@ def test_what_else_waits(alone, chosen, way):
             this = Round(state)
             for name in fresh.keys() - idle:
                 this.put(name, fresh[name])
-            for groups in [[group] for group in state.groups] if way == "bucket" else [state.groups]:
-                this.send(groups, idle)
+            this.send(state.groups, idle)
             this.finish(fresh)
             assert step == 0 or len(device.waits) == expected, device.waits
+
+
+class Joined(ErrorFeedback):
+    """Gradients are joined before they are added."""
+
+    in_parts = False
+
+
+class JoinedWithMomentum(MomentumCorrection):
+    in_parts = False
+
+
+def run_idle(*, on=None, **options):
+    """Run rounds in which some tensors take no part; return gradients and memories after each, and waits."""
+    make = on.tensor if on else torch.clone
+    parameters = {name: make(torch.zeros(shape)) for name, shape in SIZES.items()}
+    transport = AllGather(None, parameters["a.weight"].device)
+    state = State(parameters, Options(density=DENSITY, **options).resolved(1), transport)
+    state.may_be_idle = True
+    made, waits = [], []
+    for step, idle in enumerate((set(), {"a.weight", "a.bias"}, {"b.bias"}, set(), {"b.weight"}, set(SIZES))):
+        before = state.state_dict()["memory"]
+        drawn = gradients(step)
+        fresh = {name: make(g * (name not in idle)) for name, g in drawn.items()}
+        if on:
+            on.begin()
+        this = Round(state)
+        for name, gradient in fresh.items():
+            this.put(name, None if name in idle else gradient)
+        this.send(state.groups, idle)
+        this.finish(fresh)
+        waits.append(list(on.waits) if on else [])
+        after = state.state_dict()["memory"]
+        kept = [unwrap(after[kind][name]).clone() for kind in after for name in SIZES]
+        made.append([*(unwrap(g).clone() for g in fresh.values()), *kept])
+        for kind in after:
+            for name in idle:
+                assert torch.equal(unwrap(before[kind][name]), unwrap(after[kind][name])), (step, kind, name)
+    return made, waits
+
+
+@pytest.mark.parametrize("memory", [None, "momentum-correction"])
+@pytest.mark.parametrize("values", ["fp32", pytest.param("4bit", marks=pytest.mark.slow)])
+def test_tensors_that_take_no_part_cost_no_wait(alone, chosen, memory, values):
+    """What the memory holds of them stays, whatever few bits make of zero, as if gradients were joined first."""
+    expected, _ = run_idle(memory=memory, values=values)
+    check_same(run_idle(memory=JoinedWithMomentum if memory else Joined, values=values)[0], expected)
+    with FakeDevice() as device:
+        got, waits = run_idle(on=device, memory=memory, values=values)
+    check_same(expected, got)
+    if chosen == "triton":
+        assert [len(counted) for counted in waits] == [1] * len(waits), waits
 
 
 class Lockstep(AllGather):
@@ -266,18 +521,16 @@ class Lockstep(AllGather):
         return Arriving(board, payload)
 
 
-class Arriving:
-    """As `InFlight`, with a collective that is over once every rank has sent."""
+class Arriving(InFlight):
+    """A collective that is over once every rank has sent."""
+
+    class Work:
+        def wait(self):
+            self.flight.arrived = torch.stack(self.flight.board)
 
     def __init__(self, board, payload):
-        self.board, self.size = board, payload.numel()
-
-    def wait(self):
-        class Done:
-            def wait(self):
-                pass
-
-        return InFlight(Done(), self.board[0], torch.stack(self.board)).wait()
+        super().__init__(self.Work(), payload, board[0] if board[0] is not None else payload)
+        self.work.flight, self.board = self, board
 
 
 def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.float32, **options):
@@ -301,7 +554,8 @@ def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.floa
                 on.begin()
             for name, gradient in mine.items():
                 this.put(name, gradient, held.get(name))
-            this.send(state.groups, set())
+            for names in BUCKETS if options.get("scope") == "bucket" else [SIZES]:
+                this.send(list(dict.fromkeys(state.group_of[name] for name in names)), set())
         sending = list(on.waits) if on else []
         for this, mine in zip(rounds, fresh, strict=True):
             if on:
@@ -309,13 +563,14 @@ def run_ranks(steps, ranks, *, on=None, nccl=False, held_in=(), dtype=torch.floa
             this.finish(mine)
         if on:
             costs.append((sending, list(on.waits), on.up))
-        kept = states[-1].groups[0].sparsifier.memory.state_dict().values()
+        kept = [t for group in states[-1].groups for t in group.sparsifier.memory.state_dict().values()]
         made.append([unwrap(tensor).clone() for tensor in (*fresh[0].values(), *fresh[-1].values(), *kept)])
     return made, costs, states[0]
 
 
 WAYS = {  # over NCCL?, options; the biases, which every rank sends, are positions that all have in common
     "nccl": (True, {}),
+    "nccl, buckets": (True, {"scope": "bucket"}),
     "gloo": (False, {}),
     "mean over the received": (False, {"memory": "none"}),
     "a second backward": (True, {"held_in": ("b.weight", "a.bias")}),
@@ -324,10 +579,13 @@ WAYS = {  # over NCCL?, options; the biases, which every rank sends, are positio
 
 
 @pytest.mark.parametrize(
-    "way", ["nccl", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
+    "way", [*list(WAYS)[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[2:])]
 )
 def test_ranks_average_on_the_device(chosen, way):
-    """n k entries go up, and the mean in rank order has the host's bits; on NCCL what arrived is one more wait."""
+    """n k entries go up, and the mean in rank order has the host's bits; on NCCL what arrived is one more wait.
+
+    That is one for all messages, if buckets have sent several.
+    """
     nccl, options = WAYS[way]
     expected, _, _ = run_ranks(3, 3, **options)
     with FakeDevice() as device:
@@ -335,13 +593,14 @@ def test_ranks_average_on_the_device(chosen, way):
     for one, two in zip(expected, got, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(two[: len(SIZES)], two[len(SIZES) :], strict=False))
-    entries = state.groups[0].sparsifier.entries(state.layout.size, 0)
+    entries = sum(group.sparsifier.entries(group.layout.size, 0) for group in state.groups)
+    messages = len(BUCKETS) if "scope" in options else 1
     for step, (sending, finishing, up) in list(enumerate(costs))[1:]:
         if chosen == "triton" and "memory" not in options:
-            assert len(sending) == 1 + ("density" in options), sending
+            assert len(sending) == messages + ("density" in options), sending
         assert len(finishing) == nccl, finishing
         if not (step == 2 and "held_in" in options):
-            assert up <= 3 * 12 * entries + 8 * (len(SIZES) + 1)
+            assert up <= 3 * 12 * entries + 8 * (len(SIZES) + len(state.groups))
 
 
 def test_what_arrived_on_a_device_is_copied_once():
@@ -356,6 +615,37 @@ def test_what_arrived_on_a_device_is_copied_once():
         messages = InFlight(Done(), arrived[0], arrived).wait()
         assert [int(message[7]) for message in messages] == [7, 107, 207]
     assert (len(device.waits), device.down) == (1, 300)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda there: there[torch.tensor([1, 2])],
+        lambda there: there[there > 2],
+        lambda there: there.unique_consecutive(),
+        lambda there: there.repeat_interleave(there),
+        lambda there: bool(there[0]),
+        lambda there: there.to("cpu"),
+        lambda there: there.copy_(torch.zeros(5, dtype=torch.int64)),
+    ],
+)
+def test_the_simulated_device_notices_who_waits(read):
+    with FakeDevice() as device:
+        there = device.tensor(torch.arange(5))
+        there.add_(1).sub_(1).clone()[there]
+        assert not device.waits
+        read(there)
+        assert len(device.waits) == 1
+
+
+def test_what_goes_to_host_memory_is_there():
+    """Whoever gets it reads it at once: a copy that is still on its way would be sent as it is."""
+    with FakeDevice() as device:
+        there = device.tensor(torch.arange(5))
+        assert send(there, torch.device("cpu")).tolist() == [0, 1, 2, 3, 4]
+        assert (len(device.waits), device.down) == (1, 40)
+        assert unwrap(send(torch.arange(3), torch.device("meta"))).tolist() == [0, 1, 2]
+        assert len(device.waits) == 1
 
 
 def test_the_sparse_all_reduce_waits_no_more(alone, chosen):

@@ -5,8 +5,8 @@ the candidates. `subtract(sent)` removes what the other nodes decode, so that ro
 in the memory. After every step: sent + residual = what came in. A rejected gradient changes nothing, to the bit.
 
 Your own memory needs `add`, `subtract`, `state_dict` and `load_state_dict`; the hook undoes a step through the last
-two. Optional, and faster: `snapshot` with `restore`, and `put` with `leave_out` and `bring_back`. `snapshot_of`,
-`restore` and `give_back` below work with every memory.
+two. Optional, and faster: `snapshot` with `restore`, and `put` with `leave_out`, `bring_back` and `go_back`.
+`snapshot_of`, `restore` and `give_back` below work with every memory.
 """
 
 import math
@@ -155,6 +155,12 @@ class _Undoable:
         """Add what the last snapshot has in [begin, end), which this step left out."""
         for name, tensor in self._tensors().items():
             tensor[begin:end] += self._kept[name][begin:end]
+        self._headroom.forget()
+
+    def go_back(self, begin: int, end: int) -> None:
+        """Restore [begin, end) alone to the last snapshot."""
+        for name, tensor in self._tensors().items():
+            tensor[begin:end] = self._kept[name][begin:end]
         self._headroom.forget()
 
     def _put_waiting(self) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import Codec
-from rtopk.kernels.host import begin_fetch, fetch
+from rtopk.kernels.host import Asking, answer, begin_fetch
 from rtopk.kernels.search import Search
 from rtopk.layout import Layout
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.seed import generator
-from rtopk.select import Selector, as_rule, draw_largest
+from rtopk.select import Selector, as_rule, drawing_largest
 from rtopk.sparse import SparseVector
 
 
@@ -71,6 +71,10 @@ class Sparsifier:
 
         Pass None if the memory already has the gradient, part by part (`ErrorFeedback.put`).
         """
+        return answer([self.stages(gradient, step)])[0]
+
+    def stages(self, gradient: Tensor | None, step: int) -> Asking[Tensor]:
+        """Do what `compress` does, and ask for what was selected on a device: `answer` waits once for several."""
         size = gradient.numel() if gradient is not None else self.layout.size if self.layout else 0
         if self.layout is not None and size != self.layout.size:
             raise ValueError(f"gradient must have {self.layout.size} entries, got {size}")
@@ -78,7 +82,7 @@ class Sparsifier:
         sparse_size, k, r, guess = self._plan(size, step)
         accumulated = self.memory.add(gradient, guess)  # type: ignore[arg-type]  # (d,)
         self.rule.begin(step)
-        chosen = self._choose(accumulated, sparse_size, k, r, rng)
+        chosen = yield from self._choose(accumulated, sparse_size, k, r, rng)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
         if self.watch is not None:
@@ -93,41 +97,43 @@ class Sparsifier:
             listen(self._plan(self.layout.size, step)[-1])
 
     def _plan(self, size: int, step: int) -> tuple[int, int, int | None, Search | None]:
-        """Return how many entries compete, k, r, and the search if there is a guess to start from."""
+        """Return how many entries compete, k, r, and the search if its candidates, or its check, are of use."""
         sparse_size, k = self._split(size, self.density(step))
         r = self.rule.considered(k, sparse_size)
-        guess = self.search if r is not None and self.search.aim(r, sparse_size) else None
-        return sparse_size, k, r, guess
+        searches = r is not None or not sparse_size
+        if searches:
+            self.search.aim(r or 0, sparse_size)
+        return sparse_size, k, r, self.search if searches else None
 
     def _choose(
         self, vector: Tensor, sparse_size: int, k: int, r: int | None, rng: torch.Generator
-    ) -> SparseVector:
+    ) -> Asking[SparseVector]:
         """Select from the part that competes, and append the whole dense tail."""
         if sparse_size == vector.numel() > 0:
-            return self._select(vector, k, r, rng)
+            return (yield from self._select(vector, k, r, rng))
         tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
         if not sparse_size:
             values = vector[tail]
-            known = torch.arange(tail.numel()), fetch(values)[0]
-            return SparseVector(tail, values, tail.numel(), known)
+            (here,) = yield from self.search.checking(values)
+            return SparseVector(tail, values, tail.numel(), (torch.arange(tail.numel()), here))
         competing, rest = vector[:sparse_size], vector[sparse_size:]
         rest_here = begin_fetch(rest)  # there when selection has waited
-        head = self._select(competing, k, r, rng)
-        here = None
+        head = yield from self._select(competing, k, r, rng)
+        known = None
         if head.here is not None:
             at = torch.arange(sparse_size, vector.numel())
-            here = torch.cat([head.here[0], at]), torch.cat([head.here[1], rest_here])
+            known = torch.cat([head.here[0], at]), torch.cat([head.here[1], rest_here])
         return SparseVector(
             torch.cat([head.indices, tail]),
             torch.cat([head.values, rest]),
             vector.numel(),
-            here,
+            known,
         )
 
-    def _select(self, vector: Tensor, k: int, r: int | None, rng: torch.Generator) -> SparseVector:
+    def _select(self, vector: Tensor, k: int, r: int | None, rng: torch.Generator) -> Asking[SparseVector]:
         if r is None:
             return SparseVector.gather(vector, self.rule.select(vector, k, rng))
-        return draw_largest(vector, k, r, rng, self.search)
+        return (yield from drawing_largest(vector, k, r, rng, self.search))
 
     def entries(self, size: int, step: int) -> int:
         """Return how many entries of a vector of this size the payload of this step holds."""

@@ -125,13 +125,26 @@ class InFlight:
         self.size = payload.numel()  # bytes
         self.payload: Tensor | None = payload
         self.arrived = arrived  # (n, bytes)
+        self.here: Tensor | None = None  # the same, once somebody has waited
 
     def wait(self) -> list[Tensor]:
         """Wait, then return the payloads of all ranks in rank order, in host memory."""
-        with aside(self.arrived.device):
-            self.work.wait()
-            self.payload = None  # it is among those that have arrived
-            return list(fetch(self.arrived)[0].unbind())  # one copy; on NCCL the host waits here
+        if self.here is None:
+            wait_for([self])
+        assert self.here is not None
+        return list(self.here.unbind())
+
+
+def wait_for(flights: Sequence[InFlight]) -> None:
+    """Wait for collectives on one device, in their order. On NCCL the host waits here, once for all of them."""
+    if not flights:
+        return
+    with aside(flights[0].arrived.device):
+        for flight in flights:
+            flight.work.wait()
+            flight.payload = None  # it is among those that have arrived
+        for flight, here in zip(flights, fetch(*(flight.arrived for flight in flights)), strict=True):
+            flight.here = here
 
 
 class Swap:
@@ -164,8 +177,9 @@ class Swap:
         self._work: dist.Work | None = None
         if go(self.notes):
             own = sizes.tolist()
+            message = torch.cat([part.cpu() for part in parts])  # in the stream that made them
             with aside(transport.device):
-                self._message = send(torch.cat([part.cpu() for part in parts]), transport.device)
+                self._message = send(message, transport.device)
                 self._arrived = self._message.new_empty(sum(self._expected))
                 self._work = dist.all_to_all_single(
                     self._arrived, self._message, self._expected, own, group=self._group, async_op=True

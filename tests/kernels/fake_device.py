@@ -2,7 +2,8 @@
 
 `with FakeDevice() as device:` makes torch compute on it (it goes by the name of torch.device("meta")). What makes
 the host of a real device wait is noted in `device.waits`: reading a number (`.item()`, `bool`, `float`), results
-whose size depends on the data (`nonzero`, a mask as an index, `unique`), and copies that are not asynchronous.
+whose size depends on the data (`nonzero`, a mask as an index, `unique`), copies that are not asynchronous, and
+indices in host memory, which torch copies so.
 """
 
 import traceback
@@ -16,8 +17,12 @@ aten = torch.ops.aten
 SIZED_BY_DATA = {
     aten.nonzero.default,
     aten.masked_select.default,
+    aten._unique.default,
     aten._unique2.default,
     aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim_consecutive.default,
+    aten.bincount.default,
 }
 READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 
@@ -104,7 +109,9 @@ class FakeDevice(TorchDispatchMode):
         """Refuse what a real device refuses: host tensors among its own, other than numbers and indices."""
         if func in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default):
             indices = [part for part in args[1] if part is not None]
-            if any(part.dtype == torch.bool for part in indices):
+            host = [part for part in indices if not isinstance(part, FakeTensor) and part.dim()]
+            self.up += sum(part.nbytes for part in host)
+            if host or any(part.dtype == torch.bool for part in indices):
                 self.wait(func)
             return
         for value in args:

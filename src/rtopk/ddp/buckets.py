@@ -85,7 +85,7 @@ def take(state: State, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]
             mean = mean_in(state.parameters[name], idle=name in idle)
             if mean is not None:
                 gradient.sub_(mean)
-        this.put(name, gradient, mean)
+        this.put(name, None if name in idle else gradient, mean)
     if state.options.scope == "bucket":
         this.send([state.group_of[name] for name in views], idle)
     if bucket.is_last():

@@ -22,7 +22,7 @@ from rtopk.exchange.gathered import AllGathered, Gathering
 from rtopk.exchange.reduced import AllReduced, OwnerDensity, Reducing
 from rtopk.exchange.vector import OWNER, Message, Spans, Traffic, Vector
 from rtopk.schedule import Schedule, check_density
-from rtopk.transport import Transport
+from rtopk.transport import Transport, wait_for
 
 __all__ = [
     "OWNER",
@@ -35,6 +35,7 @@ __all__ = [
     "Spans",
     "Traffic",
     "Vector",
+    "arrive",
     "check_exchange",
     "make_exchange",
     "send",
@@ -82,3 +83,8 @@ def send(
     if gathered:
         return Gathering(gathered, header, flags, payloads)
     return Reducing(reduced, header, flags, payloads, step)
+
+
+def arrive(messages: Sequence[Message]) -> None:
+    """Wait for messages, in their order; the host waits for a card once, however many there are."""
+    wait_for([message.work for message in messages if isinstance(message, Gathering)])

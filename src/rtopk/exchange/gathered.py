@@ -72,13 +72,13 @@ class Gathering:
         self._exchanges = exchanges
         self._sizes = [part.numel() for part in (header, flags, *payloads)]
         message = torch.cat([part.to(payloads[0].device) for part in (header, flags, *payloads)])
-        self._work = transport.start(message)
+        self.work = transport.start(message)
         self.sent = message.numel()
         self.received = (transport.nodes - 1) * message.numel()
 
     @cached_property
     def _parts(self) -> list[tuple[Tensor, ...]]:
-        return [torch.split(message, self._sizes) for message in self._work.wait()]  # [rank][part]
+        return [torch.split(message, self._sizes) for message in self.work.wait()]  # [rank][part]
 
     def headers(self) -> list[Tensor]:
         """Wait for the message of every rank; return the headers."""

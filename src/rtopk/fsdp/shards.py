@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rtopk.fsdp.refusals import roots, trainable
+from rtopk.kernels.host import fetch
 from rtopk.replicas import checkpoint, state
 from rtopk.replicas.control import RanksDisagree, by_rank
 from rtopk.replicas.options import Options
@@ -158,15 +159,17 @@ class State(state.State):
 
         Zeros move too: what is there after backward is then a gradient.
         """
-        for name in names:
-            parameter = self.parameters[name]
-            if parameter.grad is None:
-                continue
-            held = _local(parameter.grad)
-            if not bool(held.any()):
-                self._zeros[name] = parameter.grad
-            elif id(parameter) in self.written.means and bool(held.isfinite().all()):
-                self._waiting[name] = held
+        held = {
+            name: _local(gradient) for name in names if (gradient := self.parameters[name].grad) is not None
+        }
+        asked = [told for here in held.values() for told in (here.any(), here.isfinite().all())]
+        told = iter(fetch(*asked))  # one wait for all of them
+        for name, here in held.items():
+            parameter, holds, finite = self.parameters[name], bool(next(told)), bool(next(told))
+            if not holds:
+                self._zeros[name] = cast(Tensor, parameter.grad)
+            elif id(parameter) in self.written.means and finite:
+                self._waiting[name] = here
             else:
                 continue
             parameter.grad = None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import cpu, device, draws, plain
+from rtopk.kernels.host import Asking, answer
 from rtopk.kernels.search import Candidates, GradientPart, Motion, Pending, Picked, Search
 
 Words = Any  # bits in words of 64, or a function that returns them
@@ -49,7 +50,7 @@ class Backend(Protocol):
 
     @property
     def late(self) -> Callable[[Tensor], bool]:
-        """Return whether what is found in a vector is known only when `pick` waits for it."""
+        """Return whether what is found in a vector is `Pending`: known only when somebody waits for it."""
 
     @property
     def reaches(self) -> Callable[[Tensor, float], bool]:
@@ -168,12 +169,12 @@ def require_finite(vector: Tensor, name: str) -> None:
 
 
 def late(search: Search | None, *vectors: Tensor) -> bool:
-    """Return whether a pass with this search leaves it to `pick` to find out what is not finite."""
+    """Return whether a pass with this search leaves it to the selection to find out what is not finite."""
     return search is not None and backend(*vectors).late(vectors[0])
 
 
 def refuse_late(search: Search | None, vector: Tensor, name: str) -> None:
-    """Let `pick` raise ValueError if an entry of a vector that was just searched is not finite."""
+    """Let the selection raise ValueError if an entry of a vector that was just searched is not finite."""
     assert search is not None
     assert isinstance(search.found, Pending)
     search.found.refuse = partial(require_finite, vector, name)
@@ -194,14 +195,19 @@ def accumulate_(
     `decay` first. Every operation is rounded. Candidates go to `search.found`.
     """
     moved = (residual, gradient) if velocity is None else (residual, gradient, velocity)
-    found = backend(*moved).accumulate_(residual, gradient, search, velocity, momentum, scale, decay)
+    at_work = backend(*moved)
+    if search is not None and search.blind and not at_work.late(residual):
+        search = None  # whoever is called here has checked already
+    found = at_work.accumulate_(residual, gradient, search, velocity, momentum, scale, decay)
     if search is not None:
         search.found = found
 
 
 def noting(vector: Tensor, search: Search | None) -> Any:
     """Return the notes for `add_to`, for a search of the sum; None where a scan afterwards takes no longer."""
-    return None if search is None else backend(vector).noting(vector, search)
+    if search is None or (search.blind and not late(search, vector)):
+        return None
+    return backend(vector).noting(vector, search)
 
 
 def batch(vector: Tensor) -> int:
@@ -236,9 +242,9 @@ def scan_finite(vector: Tensor, search: Search | None, name: str, notes: Any = N
     """Scan a vector, or only check it; raise ValueError if an entry is not finite.
 
     The search checks the part that it covers: NaN and Inf count as the largest entries. Where to know it would be
-    to wait for a device, `pick` raises instead: it has to wait anyway.
+    to wait for a device, the selection raises instead: it has to wait anyway.
     """
-    if search is None:
+    if search is None or (search.blind and not late(search, vector)):
         require_finite(vector, name)
         return
     candidates = scan(vector, search, notes)
@@ -267,8 +273,15 @@ def pick(candidates: Candidates, r: int, words: Words, k: int) -> Picked:
 
     `words` may be a function, which is called in parallel with the search for the r-th magnitude.
     """
+    return answer([picking(candidates, r, words, k)])[0]
+
+
+def picking(candidates: Candidates, r: int, words: Words, k: int) -> Asking[Picked]:
+    """Do what `pick` does, and ask for what a device has found."""
     if not candidates.hold(r):
         raise ValueError(f"need at least r={r} candidates, got {len(candidates)}")
+    if isinstance(candidates, Pending):
+        return (yield from candidates.picking(r, words, k))
     return backend(candidates.like).pick(candidates, r, words, k)
 
 

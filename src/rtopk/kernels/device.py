@@ -8,7 +8,7 @@
 4. The host gets the k entries, the r-th magnitude, the number of candidates and the largest key in one copy.
 
 The device decides by itself whether the candidates are enough. If the guess was too high, or so low that they do
-not fit into the room for them, steps 2 and 3 look at the vector. So a selection waits once, in `pick`, whatever the
+not fit into the room for them, steps 2 and 3 look at the vector. So a selection asks the device once, whatever the
 data. Nothing here imports triton before it is needed. With TRITON_INTERPRET=1 and RTOPK_BACKEND=triton the programs
 run on the CPU, slowly.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws, plain
-from rtopk.kernels.host import fetch, send
+from rtopk.kernels.host import Asking, ask, fetch, send
 from rtopk.kernels.search import Candidates, GradientPart, Motion, Pending, Picked, Search, room_for
 
 BLOCK = 4096  # entries of a program
@@ -43,6 +43,7 @@ batch = plain.batch
 zeros = plain.zeros
 reaches = plain.reaches
 union = plain.union
+pick = plain.pick
 
 
 def serves(*vectors: Tensor) -> bool:
@@ -118,20 +119,6 @@ def search_largest(vector: Tensor, r: int) -> Candidates:
     return Marked(vector, 0.0, r)
 
 
-def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
-    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
-    if not isinstance(candidates, Marked):
-        return plain.pick(candidates, r, words, k)
-    positions, values, state = candidates.largest(r)
-    if k < r:  # the ranks are drawn while the device works
-        ranks = send(draws.set_bits(words() if callable(words) else words, k), positions.device)
-        positions, values = positions[ranks], values[ranks]
-    told, number, *here = fetch(state, candidates.upto[-1], positions, values)
-    peak, key, _ = told.tolist()
-    candidates.arrive(int(number), finite=peak < INFINITE)
-    return Picked(positions, values, float(np.int32(key).view(np.float32)), (here[0], here[1]))
-
-
 def subtract_(vector: Tensor, indices: Tensor, values: Tensor, factor: float) -> None:
     """Subtract values, times a factor, at unique indices.
 
@@ -185,6 +172,21 @@ class Marked(Pending):
         if self.wanted is not None and len(self) > room_for(self.wanted, self.vector.numel()):
             return (self.largest(self.wanted)[:2],)
         return (self._gathered(len(self)),)
+
+    def is_finite(self) -> Tensor:
+        """Return whether the largest key seen is that of a finite entry."""
+        return self._state[_programs().PEAK.value] < INFINITE
+
+    def picking(self, r: int, words: Any, k: int) -> Asking[Picked]:
+        """Select, and ask once."""
+        positions, values, state = self.largest(r)
+        if k < r:  # the ranks are drawn while the device works
+            ranks = send(draws.set_bits(words() if callable(words) else words, k), positions.device)
+            positions, values = positions[ranks], values[ranks]
+        told, number, *here = yield from ask(state, self.upto[-1], positions, values)
+        peak, key, _ = told.tolist()
+        self.arrive(int(number), finite=peak < INFINITE)
+        return Picked(positions, values, float(np.int32(key).view(np.float32)), (here[0], here[1]))
 
     def largest(self, r: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the r largest in order of position, and the state: the largest key, the r-th key, its ties."""

@@ -1,16 +1,24 @@
 """Between host memory and a device: one wait for any number of tensors, and none on the way back.
 
 Whatever the host needs to know of a device's work goes through `fetch`, so what a step waits for can be counted.
+Work that must know something halfway is a generator: it asks (`ask`), and goes on when it is told. `answer` runs
+several, and waits once for all that they have asked for. Tensors in host memory are there already: nobody asks.
+
 Gradients are worked on in the current stream of the device. Payloads have a stream of their own (`aside`): they
 come from host memory and end there, so they do not wait for the gradients' work, nor that for them.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+Asking = Generator[Sequence[Tensor], list[Tensor], T]  # asks for tensors, gets them in host memory, returns
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:
@@ -34,6 +42,40 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
     return here
 
 
+def ask(*tensors: Tensor) -> Asking[list[Tensor]]:
+    """Return tensors in host memory, with the next wait: `here = yield from ask(...)`."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return fetch(*tensors)
+    return (yield tensors)
+
+
+def answer(askers: Sequence[Asking[T]]) -> list[T]:
+    """Run work that asks, and return the results; what all of it asks for at a time is one wait.
+
+    Each runs until it asks, then all go on, in the order given. An error of one ends the others where they are.
+    """
+    results: dict[int, T] = {}
+    asked: dict[int, Sequence[Tensor]] = {}
+    told: Iterator[Tensor] = iter(())
+    try:
+        for place, asker in enumerate(askers):
+            try:
+                asked[place] = next(asker)
+            except StopIteration as end:
+                results[place] = end.value
+        while asked:
+            before, told, asked = asked, iter(fetch(*chain.from_iterable(asked.values()))), {}
+            for place, tensors in before.items():
+                try:
+                    asked[place] = askers[place].send(list(islice(told, len(tensors))))
+                except StopIteration as end:
+                    results[place] = end.value
+    finally:
+        for asker in askers:  # after an error: they hold memory of the device
+            asker.close()
+    return [results[place] for place in range(len(askers))]
+
+
 def begin_fetch(tensor: Tensor) -> Tensor:
     """Return a tensor in host memory, to be read only after the next `fetch` in the same stream."""
     return tensor.detach().to("cpu", non_blocking=True)
@@ -43,8 +85,10 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, without waiting for what that device is doing.
 
     From pinned memory, because a copy from other memory may wait for the stream. Torch keeps the pinned memory
-    until the copy is done.
+    until the copy is done. On the way to host memory it waits: whoever reads there does not ask if it is done.
     """
+    if device.type == "cpu" and not tensor.is_cpu:
+        return fetch(tensor)[0]
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -84,18 +128,15 @@ class Streams:
     """The streams that a round's work was queued in: autograd calls hooks in those of the forward pass."""
 
     def __init__(self) -> None:
-        self._seen: dict[torch.cuda.Stream, None] = {}
-
-    def note(self, device: torch.device) -> None:
-        """Note the current stream; a new one waits for what the others have begun, such as memory set to zero."""
-        if device.type == "cuda" and torch.cuda.current_stream(device) not in self._seen:
-            self.join(device)
+        self._last: torch.cuda.Stream | None = None
 
     def join(self, device: torch.device) -> None:
-        """Let the current stream wait for the work in all others that were noted."""
+        """Let the current stream wait for the one before, which has waited in its turn: all work is in order.
+
+        A stream that comes back waits too. It may write to memory that another has set to zero in between.
+        """
         if device.type == "cuda":
             current = torch.cuda.current_stream(device)
-            for stream in self._seen:
-                if stream != current:
-                    current.wait_stream(stream)
-            self._seen[current] = None
+            if self._last is not None and self._last != current:
+                current.wait_stream(self._last)
+            self._last = current

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import draws
-from rtopk.kernels.host import fetch, send
+from rtopk.kernels.host import Asking, answer, ask, fetch, send
 from rtopk.kernels.search import (
     Candidates,
     GradientPart,
@@ -54,8 +54,8 @@ def late(vector: Tensor) -> bool:
 
 def reaches(vector: Tensor, limit: float) -> bool:
     """Return whether any magnitude is at least `limit`, or NaN."""
-    low, high = torch.aminmax(vector.detach())  # NaN if there is one
-    return not bool((high < limit) & (low > -limit))
+    low, high = fetch(*torch.aminmax(vector.detach()))  # NaN if there is one
+    return not (float(high) < limit and float(low) > -limit)  # comparing them as tensors takes longer
 
 
 def accumulate_(  # the signature is that of every backend
@@ -138,9 +138,23 @@ class Reached(Pending):
         """The candidates, or the `wanted` largest if there are far more: waits."""
         return streamed(self.vector, self.floor, self.wanted).parts
 
-    def finite(self, largest: Tensor) -> Tensor:
-        """Return whether all entries are finite, given the largest that compete: NaN and Inf are among those."""
-        return largest.isfinite().all() & self.rest.isfinite().all()
+    def is_finite(self, largest: Tensor | None = None) -> Tensor:
+        """Return whether all entries are finite; of those that compete, the largest are enough."""
+        competing = self.vector if largest is None else largest
+        return competing.isfinite().all() & self.rest.isfinite().all()
+
+    def picking(self, r: int, words: Any, k: int) -> Asking[Picked]:
+        """Select, and ask once if there were not fewer than r candidates, and not far more; else twice."""
+        vector, room = self.vector, room_for(r, self.vector.numel())
+        places = _places(self.marks, room)
+        number = self.marks.sum()
+        picked, told = _picked(places, vector[places], number.clamp(max=room), r, words, k)
+        count, finite, magnitude, *here = yield from ask(number, self.is_finite(told[0]), told[1], *picked)
+        if not r <= int(count) <= room:
+            picked, told = _picked(*_best(vector, r), None, r, words, k)
+            finite, magnitude, *here = yield from ask(self.is_finite(told[0]), told[1], *picked)
+        self.arrive(int(count), bool(finite))
+        return Picked(*picked, float(magnitude), (here[0], here[1]))
 
 
 def streamed(vector: Tensor, floor: float, wanted: int | None) -> Candidates:
@@ -160,9 +174,9 @@ def streamed(vector: Tensor, floor: float, wanted: int | None) -> Candidates:
         held += found.numel()
         if wanted is not None and held > 2 * wanted + 64:
             at, value = torch.cat(positions), torch.cat(values)
-            best = _largest_of(value, wanted, value.numel())
+            best, bound = _largest_of(value, wanted)
             positions, values, held = [at[best]], [value[best]], wanted
-            bound, strict = _magnitude(values[0]).min(), True  # ties go to the earlier entry
+            strict = True  # ties go to the earlier entry
     return Candidates(((torch.cat(positions), torch.cat(values)),), floor)
 
 
@@ -174,36 +188,24 @@ def search_largest(vector: Tensor, r: int) -> Candidates:
 
 
 def pick(candidates: Candidates, r: int, words: Any, k: int) -> Picked:
-    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`.
-
-    On CUDA that is one wait, if the guess was good: not fewer than r candidates, and not far more. Else it is two.
-    """
-    if isinstance(candidates, Reached):
-        vector, room = candidates.vector, room_for(r, candidates.vector.numel())
-        places = _places(candidates.marks, room)
-        number = candidates.marks.sum()
-        picked, told = _picked(places, vector[places], number.clamp(max=room), r, words, k)
-        count, finite, magnitude, *here = fetch(number, candidates.finite(told[0]), told[1], *picked)
-        if not r <= int(count) <= room:
-            picked, told = _picked(*_best(vector, r), r, r, words, k)
-            finite, magnitude, *here = fetch(candidates.finite(told[0]), told[1], *picked)
-        candidates.arrive(int(count), bool(finite))
-        return Picked(*picked, float(magnitude), (here[0], here[1]))
+    """Return those of the r largest candidates whose rank, in order of position, is a set bit of `words`."""
+    if isinstance(candidates, Pending):
+        return answer([candidates.picking(r, words, k)])[0]
     positions, values = (torch.cat(column) for column in zip(*candidates.parts, strict=True))
-    picked, told = _picked(positions.to(torch.int64), values, values.numel(), r, words, k)
+    picked, told = _picked(positions.to(torch.int64), values, None, r, words, k)
     magnitude, *here = fetch(told[1], *picked)
     return Picked(*picked, float(magnitude), (here[0], here[1]))
 
 
 def _picked(
-    positions: Tensor, values: Tensor, number: Tensor | int, r: int, words: Any, k: int
+    positions: Tensor, values: Tensor, number: Tensor | None, r: int, words: Any, k: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the drawn ones of the r largest of the first `number`; also the r largest, and the r-th magnitude."""
-    best = _largest_of(values, r, number)
+    best, magnitude = _largest_of(values, r, number)
     largest = values[best]
     if k < r:  # drawn while a device is at work
         best = best[send(draws.set_bits(words() if callable(words) else words, k), values.device)]
-    return (positions[best], values[best]), (largest, _magnitude(largest).min())
+    return (positions[best], values[best]), (largest, magnitude)
 
 
 def _best(vector: Tensor, r: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +216,7 @@ def _best(vector: Tensor, r: int) -> tuple[Tensor, Tensor]:
         here = torch.arange(begin, begin + block.numel(), device=vector.device)
         positions, values = torch.cat([positions, here]), torch.cat([values, block])
         if values.numel() > r:
-            best = _largest_of(values, r, values.numel())
+            best, _ = _largest_of(values, r)
             positions, values = positions[best], values[best]
     return positions, values
 
@@ -233,14 +235,18 @@ def union(lists: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     return joint, [torch.searchsorted(joint, positions) for positions in lists]
 
 
-def _largest_of(values: Tensor, r: int, number: Tensor | int) -> Tensor:
-    """Return the places of the r largest magnitudes of the first `number`, ascending; ties go to the earlier."""
-    used = torch.arange(values.numel(), device=values.device) < number
-    magnitude = _magnitude(values).masked_fill(~used, -1.0)
+def _largest_of(values: Tensor, r: int, number: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the places of the r largest magnitudes of the first `number`, ascending, and the r-th magnitude.
+
+    Ties go to the earlier.
+    """
+    magnitude = _magnitude(values)
+    if number is not None:
+        magnitude.masked_fill_(torch.arange(values.numel(), device=values.device) >= number, -1.0)
     threshold = magnitude.topk(r, sorted=False).values.min()
     above, tied = magnitude > threshold, magnitude == threshold
     chosen = above | (tied & (tied.cumsum(0) <= r - above.sum()))
-    return _places(chosen, r)
+    return _places(chosen, r), threshold
 
 
 @functools.cache

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rtopk.kernels.host import Asking, ask
+
 SAMPLE = 4096
 CHECKS = 8  # passes in which the guess is compared with a sample, after a bad guess
 LARGE = 8 * SAMPLE  # from this r on, a sample costs less than the extra candidates of a bad guess
@@ -63,9 +65,10 @@ class Candidates:
 
 
 class Pending(Candidates):
-    """Candidates that a device has yet to find; `pick` waits for them, and finds the r largest whatever they are.
+    """Candidates that a device has yet to find; `picking` finds the r largest whatever they are.
 
-    If `refuse` is set and an entry of the vector turns out not to be finite, `pick` calls it; it raises.
+    If `refuse` is set and an entry of the vector turns out not to be finite, `picking` and `checking` call it; it
+    raises.
     """
 
     def __init__(self, floor: float) -> None:
@@ -80,6 +83,23 @@ class Pending(Candidates):
     def hold(self, r: int) -> bool:
         """Return True."""
         return True
+
+    def picking(self, r: int, words: Any, k: int) -> "Asking[Picked]":
+        """Do what `kernels.pick` does; ask for all that the host must know at once, if the guess was good."""
+        raise NotImplementedError
+
+    def is_finite(self) -> Tensor:
+        """Return, on the device, whether all entries of the vector are finite."""
+        raise NotImplementedError
+
+    def checking(self, *tensors: Tensor) -> Asking[list[Tensor]]:
+        """Ask for tensors, and whether the vector is finite if it must be."""
+        if self.refuse is None:
+            return (yield from ask(*tensors))
+        finite, *here = yield from ask(self.is_finite(), *tensors)
+        if not bool(finite):
+            self.refuse()
+        return here
 
     def arrive(self, number: int, finite: bool) -> None:
         """Note how many there are; raise if the vector is not finite and must be."""
@@ -102,6 +122,8 @@ class Search:
 
     `floor` is the smallest magnitude of a candidate. The `wanted` largest are enough (None: all); only the first
     `size` entries compete (None: all). `found` is valid until the next pass with this search.
+
+    With a floor of Inf it is `blind`: it finds what is not finite, which on a device spares a wait of its own.
     """
 
     def __init__(self, floor: float = 0.0, wanted: int | None = None, size: int | None = None) -> None:
@@ -119,16 +141,27 @@ class Search:
         self._trend = 0.0  # recent growth of its logarithm per step
         self._margin = FIRST_MARGIN  # how far it may fall below that
 
+    @property
+    def blind(self) -> bool:
+        """Whether it looks for nothing but what is not finite."""
+        return self.floor == math.inf
+
     def aim(self, r: int, size: int) -> bool:
-        """Aim at the r largest of the first `size` entries; return whether there is a guess to start from."""
-        self.found = None
+        """Aim at the r largest of the first `size` entries; return whether there is a guess, else it is blind."""
+        self.found, self.floor = None, math.inf
+        self.wanted, self.size = r, size
         if self._last is None or r == size:
             return False
         magnitude, at = self._last
         # If r has changed, assume a power law: half the magnitude for twice the entries.
         self.floor = magnitude * math.exp(self._trend - self._margin) * min(1.0, at / r)
-        self.wanted, self.size = r, size
         return True
+
+    def checking(self, *tensors: Tensor) -> Asking[list[Tensor]]:
+        """Ask for tensors; if it is not known yet whether the vector is finite, also that."""
+        if isinstance(self.found, Pending):
+            return (yield from self.found.checking(*tensors))
+        return (yield from ask(*tensors))
 
     def learn(self, magnitude: float, r: int) -> None:
         """Record the r-th magnitude; the worst recent shortfall, which decays slowly, sets the next margin."""

@@ -2,7 +2,7 @@
 
 A group collects the gradients of its tensors, makes the payload, and can undo the whole step: the previous state
 of its memory is kept until the exchange has succeeded on every rank. A memory that accepts gradients in parts gets
-each tensor's as it arrives. Otherwise (clipping, loss scaling, other memories, idle tensors) they are joined first.
+each tensor's as it arrives. Otherwise (clipping, loss scaling, other memories) they are joined first.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 from rtopk.aggregate import Decoded
 from rtopk.exchange import OWNER, Exchange
 from rtopk.kernels import NotFiniteError
-from rtopk.kernels.host import send
+from rtopk.kernels.host import Asking, send
 from rtopk.layout import Layout
 from rtopk.memory import clip, give_back, restore, snapshot_of
 from rtopk.sparse import SparseVector
@@ -62,7 +62,7 @@ class Group:
         self._before: Mapping[str, Tensor] | None = None  # the memory before this step
 
     def begin(self, plain: bool) -> None:
-        """Begin a round; `plain`: every tensor takes part, and gradients are used unchanged."""
+        """Begin a round; `plain`: gradients are used unchanged."""
         self.rollback()  # a round that was interrupted
         self._in_parts = plain and getattr(self.sparsifier.memory, "in_parts", False)
         if self._in_parts:
@@ -74,7 +74,7 @@ class Group:
             self.sparsifier.expect(step)
 
     def put(self, name: str, gradient: Tensor) -> None:
-        """Take the gradient of a tensor; it must not change until `compress`."""
+        """Take the gradient of a tensor; it must not change until `stages`."""
         begin, end = self.bounds[name]
         if self._in_parts:
             self.sparsifier.memory.put(begin, gradient)  # type: ignore[attr-defined]
@@ -85,17 +85,17 @@ class Group:
                 self._gradient = torch.zeros(self.layout.size, dtype=self.dtype, device=gradient.device)
             self._gradient[begin:end].view(gradient.shape).copy_(gradient)
 
-    def compress(
+    def stages(
         self, step: int, scale: float, idle: AbstractSet[str], clip_norm: float | None = None
-    ) -> Tensor:
-        """Return the payload of the gradients, divided by `scale` and clipped.
+    ) -> Asking[Tensor]:
+        """Return the payload of the gradients, divided by `scale` and clipped; ask for what a device has found.
 
         The memory of `idle` tensors, which took no part in this step, is neither sent nor changed.
         """
         spans = [self.bounds[name] for name in self.layout.names if name in idle]
         try:
             if self._in_parts:
-                return self._compress_parts(spans, step)
+                return (yield from self._stages_of_parts(spans, step))
             for idle_name in idle & self.bounds.keys():
                 shape = self.layout.shapes[self.layout.names.index(idle_name)]
                 self.put(idle_name, torch.zeros(shape, dtype=self.dtype, device=self._device))
@@ -105,11 +105,8 @@ class Group:
             if clip_norm is not None:
                 gradient = clip(gradient, clip_norm)
             self._before = snapshot_of(self.sparsifier.memory)
-            return (
-                self._compress_without(spans, gradient, step)
-                if spans
-                else self.sparsifier.compress(gradient, step)
-            )
+            without = self._stages_without(spans, gradient, step) if spans else None
+            return (yield from without or self.sparsifier.stages(gradient, step))
         except ValueError as error:
             name = self._not_finite(error)
             if name is None:
@@ -127,17 +124,17 @@ class Group:
             index = int(bad[0, 0])
         return next(name for name, (_, end) in self.bounds.items() if index < end)
 
-    def _compress_parts(self, spans: list[tuple[int, int]], step: int) -> Tensor:
+    def _stages_of_parts(self, spans: list[tuple[int, int]], step: int) -> Asking[Tensor]:
         """Compress gradients that the memory has already; what it holds of some spans is set aside."""
         memory = self.sparsifier.memory
         for span in spans:
             memory.leave_out(*span)  # type: ignore[attr-defined]
-        payload = self.sparsifier.compress(None, step)
+        payload = yield from self.sparsifier.stages(None, step)
         for span in spans:
             memory.bring_back(*span)  # type: ignore[attr-defined]
         return payload
 
-    def _compress_without(self, spans: list[tuple[int, int]], gradient: Tensor, step: int) -> Tensor:
+    def _stages_without(self, spans: list[tuple[int, int]], gradient: Tensor, step: int) -> Asking[Tensor]:
         """Compress while the memory of some spans is set aside."""
         memory = self.sparsifier.memory
         before, without, gradient = memory.state_dict(), memory.state_dict(), gradient.clone()
@@ -145,7 +142,7 @@ class Group:
             for tensor in (gradient, *without.values()):
                 tensor[begin:end] = 0.0
         memory.load_state_dict(without)
-        payload = self.sparsifier.compress(gradient, step)
+        payload = yield from self.sparsifier.stages(gradient, step)
         after = memory.state_dict()
         for name, tensor in after.items():
             for begin, end in spans:
@@ -156,7 +153,11 @@ class Group:
     def keep_idle(self, idle: AbstractSet[str]) -> None:
         """Undo this step for tensors that no rank used: with few bits, what was sent for them is not zero."""
         spans = [self.bounds[name] for name in self.layout.names if name in idle]
-        if spans and self._before:
+        go_back = getattr(self.sparsifier.memory, "go_back", None) if self._in_parts else None
+        if go_back is not None:
+            for span in spans:
+                go_back(*span)
+        elif spans and self._before:
             state = self.sparsifier.memory.state_dict()
             for name, tensor in state.items():
                 for begin, end in spans:

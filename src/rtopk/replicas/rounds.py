@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rtopk.codec import PayloadError
-from rtopk.exchange import Message, send
-from rtopk.kernels.host import Streams
+from rtopk.exchange import Message, arrive, send
+from rtopk.kernels.host import Streams, answer
 from rtopk.replicas import control
 from rtopk.replicas.control import Control, GradientNotFinite
 from rtopk.replicas.group import Group, TensorNotFiniteError
@@ -57,8 +57,8 @@ class Round:
         )
         self.selection_seconds = self.exchange_seconds = 0.0
         self.device, self.streams = state.device, Streams()
-        self.streams.note(self.device)
-        plain = self.scale == 1.0 and not state.may_be_idle and state.options.clip_norm is None
+        self.streams.join(self.device)
+        plain = self.scale == 1.0 and state.options.clip_norm is None
         density, status = 0.0, control.FINE
         try:
             for group in state.groups:
@@ -71,16 +71,17 @@ class Round:
         if not state.settled:
             self.opening = state.transport.start(Control(state.step, status, 0, density, self.scale).pack())
 
-    def put(self, name: str, gradient: Tensor, held: Tensor | None = None) -> None:
-        """Take the gradient of a tensor; it must not change until it is sent.
+    def put(self, name: str, gradient: Tensor | None, held: Tensor | None = None) -> None:
+        """Take the gradient of a tensor, None if it took no part; it must not change until it is sent.
 
         `held` is the mean of an earlier round that the gradient of the parameter still holds, besides this one.
         """
         if held is not None:
             self.held[name] = held
-        self.streams.note(self.device)
-        with self.telling():
-            self.state.group_of[name].put(name, gradient)
+        self.streams.join(self.device)
+        if gradient is not None:
+            with self.telling():
+                self.state.group_of[name].put(name, gradient)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -104,9 +105,8 @@ class Round:
                 raise self.failure
             if state.verifies and not self.messages:
                 weights = control.hash_weights(state.tensors.values())
-            payloads = [
-                group.compress(state.step, self.scale, idle, state.options.clip_norm) for group in groups
-            ]
+            clip_norm = state.options.clip_norm
+            payloads = answer([group.stages(state.step, self.scale, idle, clip_norm) for group in groups])
         except Exception as error:
             # Whatever the error, the other ranks wait for a message of this size: report it there.
             payloads = [group.blank(state.step) for group in groups]
@@ -148,6 +148,7 @@ class Round:
                 if sparse[group]:
                     group.clear(gradients)  # while messages are in flight
             waiting = time.perf_counter()
+            arrive([sent.message for sent in self.messages])
             headers = [sent.message.headers() for sent in self.messages]  # [message][rank]
             waited = time.perf_counter() - waiting
         except Exception:

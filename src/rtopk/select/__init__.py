@@ -6,7 +6,17 @@ All choose from finite vectors, as a memory returns them. docs/rivals.md compare
 from rtopk.select.age import RAgeK
 from rtopk.select.chunked import Chunked
 from rtopk.select.dealt import Dealt
-from rtopk.select.family import RandomK, RTopK, TopK, draw, draw_largest, random_k, rtop_k, top_k
+from rtopk.select.family import (
+    RandomK,
+    RTopK,
+    TopK,
+    draw,
+    draw_largest,
+    drawing_largest,
+    random_k,
+    rtop_k,
+    top_k,
+)
 from rtopk.select.rule import METHODS, Rule, Selector, as_rule
 from rtopk.select.threshold import Threshold
 
@@ -24,6 +34,7 @@ __all__ = [
     "as_rule",
     "draw",
     "draw_largest",
+    "drawing_largest",
     "random_k",
     "rtop_k",
     "top_k",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rtopk import kernels
 from rtopk.kernels import draws
-from rtopk.kernels.host import fetch, send
+from rtopk.kernels.host import Asking, answer, ask, send
 from rtopk.kernels.search import Picked, Search
 from rtopk.select.rule import Rule
 from rtopk.sparse import SparseVector
@@ -44,7 +44,7 @@ def rtop_k(vector: Tensor, k: int, r: int, rng: torch.Generator) -> Tensor:
     Positions are int64, ascending and unique. Ties at the r-th magnitude: the lower index wins.
     """
     _check(vector, k, r)
-    return _pick(vector, k, r, rng, None).positions
+    return answer([_pick(vector, k, r, rng, None)])[0].positions
 
 
 def draw(r: int, k: int, rng: torch.Generator) -> Tensor:
@@ -70,26 +70,33 @@ def draw_largest(
     vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None = None
 ) -> SparseVector:
     """Return k entries of a finite vector, drawn from its r largest, which a search may have found already."""
+    return answer([drawing_largest(vector, k, r, rng, search)])[0]
+
+
+def drawing_largest(
+    vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None = None
+) -> Asking[SparseVector]:
+    """Do what `draw_largest` does, and ask for what a device has found."""
     if not 1 <= k <= r <= vector.numel():
         raise ValueError(f"need 1 <= k <= r <= d, got k={k}, r={r}, d={vector.numel()}")
-    picked = _pick(vector, k, r, rng, search)
+    picked = yield from _pick(vector, k, r, rng, search)
     if search is not None and r < vector.numel():
         search.learn(picked.magnitude, r)
     return SparseVector(picked.positions, picked.values, vector.numel(), picked.here)
 
 
-def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None) -> Picked:
+def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search | None) -> Asking[Picked]:
     """Draw k of the r largest; fewer than r candidates are not used."""
     if r == vector.numel():
         drawn = draw(r, k, rng)
         positions = send(drawn, vector.device)
         values = vector[positions]
-        here = None if positions is drawn else (drawn, fetch(values)[0])
-        return Picked(positions, values, 0.0, here)
+        (here,) = yield from ask(values) if search is None else search.checking(values)
+        return Picked(positions, values, 0.0, None if positions is drawn else (drawn, here))
     candidates = None if search is None else search.found
     if candidates is None or not candidates.hold(r):
         candidates = kernels.search_largest(vector, r)
-    return kernels.pick(candidates, r, partial(draws.draw_words, r, k, _seed(rng)), k)
+    return (yield from kernels.picking(candidates, r, partial(draws.draw_words, r, k, _seed(rng)), k))
 
 
 class _Family(Rule, ABC):

@@ -45,7 +45,7 @@ class Stage:
 
 
 MARKS = 1 / 8  # a bit for every entry
-CHECKS = 4  # launches to find the largest magnitude and compare it
+CHECKS = 3  # launches to find the smallest and the largest entry, and to copy both down
 NOTES = 2 * MARKS  # set to zero, then written
 SELECT = (
     Stage("candidates: read the bits, gather", entry=MARKS, candidate=SECTOR + 8, launches=2),
