@@ -130,13 +130,35 @@ def momentum_moves(at: Place) -> dict[str, Any]:
             before == [group["momentum"] for group in optimizer.param_groups],
             state.options.memory,
         ]
-    adam = torch.optim.Adam(model.parameters())
-    found["adam"] = rtopk.ddp.register(wrap(model), optimizer=adam).options.memory
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        found[kind.__name__] = _first_beta_moves(at, kind)
+    nadam = torch.optim.NAdam(model.parameters())
+    found["nadam"] = rtopk.ddp.register(wrap(model), optimizer=nadam).options.memory
     kept = sgd(model, momentum=0.9)
     state = rtopk.ddp.register(wrap(model), memory="error-feedback", optimizer=kept)
     found["asked"] = [state.options.memory, kept.param_groups[0]["momentum"]]
     logging.getLogger("rtopk").setLevel(logging.NOTSET)
     return found
+
+
+def _first_beta_moves(at: Place, kind: Any) -> dict[str, Any]:
+    """Adam's momentum moves like SGD's; its weight decay stays as it is."""
+    model, plain = net(), net()
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    optimizer = kind(model.parameters(), betas=(0.8, 0.95), **options)
+    before = copy.deepcopy(optimizer.state_dict())
+    state = rtopk.ddp.register(wrap(model), 0.05, optimizer=optimizer)
+    group = optimizer.param_groups[0]
+    held = [list(group["betas"]), group["weight_decay"]]
+    train(state.model, optimizer, range(3), at.rank)
+    optimizer.load_state_dict({**before, "state": optimizer.state_dict()["state"]})  # groups of before
+    train(state.model, optimizer, range(3, 5), at.rank)
+    other = rtopk.ddp.register(wrap(plain), 0.05, memory=lambda: MomentumCorrection(0.8))
+    train(other.model, kind(plain.parameters(), betas=(0.0, 0.95), **options), range(5), at.rank)
+    state.return_momentum()
+    group = optimizer.param_groups[0]
+    back = [list(group["betas"]), group["weight_decay"], "rtopk_momentum" in group]
+    return {"held": held, "bits": [bits(model), bits(plain)], "back": back}
 
 
 def buckets_are_rebuilt(at: Place) -> dict[str, Any]:

@@ -284,12 +284,12 @@ def refused(at: Place) -> dict[str, Any]:
         "momentum": attempt(
             register, momentum, 0.05, memory=MomentumCorrection, optimizer=sgd(momentum, momentum=0.9)
         ),
-        "adam": attempt(
+        "nadam": attempt(
             register,
             other,
             0.05,
             memory="momentum-correction",
-            optimizer=torch.optim.Adam(other.parameters()),
+            optimizer=torch.optim.NAdam(other.parameters()),
         ),
     }
     model = net()

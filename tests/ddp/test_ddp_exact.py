@@ -41,7 +41,11 @@ def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nester
         assert moved["back"] == [0.8, 0.01, False]
         assert "groups of SGD differ in (momentum, nesterov)" in found["differ"]
         assert found["differ_stays"] == found["dampening_stays"] == [True, "error-feedback"]
-        assert found["adam"] == "error-feedback"
+        for adam in (found["Adam"], found["AdamW"]):
+            assert adam["held"] == [[0.0, 0.95], 0.1]
+            assert adam["bits"][0] == adam["bits"][1]
+            assert adam["back"] == [[0.8, 0.95], 0.1, False]
+        assert found["nadam"] == "error-feedback"
         assert found["asked"] == ["error-feedback", 0.9]
 
 

@@ -148,10 +148,11 @@ def refuse_momentum(optimizer: Optimizer, state: "State") -> None:
     for group in optimizer.param_groups:
         if not any(state.owns(parameter) for parameter in group["params"]):
             continue
-        if group.get("momentum") or "betas" in group:
-            has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
+        betas = group.get("betas") or (0.0,)
+        if group.get("momentum") or betas[0]:
+            has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={betas}"
             raise ValueError(
                 f"MomentumCorrection puts momentum into the gradients, and {type(optimizer).__name__} "
-                f"has {has}: it would act twice; let SGD's move into the memory, register(..., "
-                "optimizer=optimizer), use momentum=0, or memory='error-feedback'"
+                f"has {has}: it would act twice; let it move into the memory (SGD, Adam, AdamW), register(..., "
+                "optimizer=optimizer), set it to 0, or use memory='error-feedback'"
             )

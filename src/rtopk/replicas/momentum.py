@@ -1,9 +1,10 @@
 """Move momentum from an optimizer into the memory: `register(..., optimizer=optimizer)`.
 
 With error feedback, momentum amplifies stale gradients when they are finally sent. Deep Gradient Compression keeps
-it at the nodes instead, before entries wait. A user has written SGD(momentum=0.9), so registration sets that to
-0 and gives 0.9 to the memory. Weight decay stays with the optimizer, where momentum m used to multiply it, by
-1 / (1 - m) in the long run; so it is multiplied by that.
+it at the nodes instead, before entries wait. A user has written SGD(momentum=0.9), or AdamW(betas=(0.9, 0.999)),
+so registration sets the 0.9 to 0 and gives it to the memory. SGD's weight decay stays, and momentum m used to
+multiply it, by 1 / (1 - m) in the long run; so it is multiplied by that. Adam divides by the size of what it sees,
+so nothing else changes there.
 """
 
 import logging
@@ -12,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from rtopk.memory import Memory, MomentumCorrection
 
 log = logging.getLogger("rtopk")
+ADAM = (Adam, AdamW)  # their momentum is the first beta
 TAKEN = "rtopk_momentum"  # in a group of an optimizer: its momentum before; saved and loaded with it
 
 
@@ -47,19 +49,23 @@ def memory_for(
 def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
     """Set the momentum of the groups with our parameters to 0; again, if a checkpoint has brought it back."""
     for group in _groups(optimizer, owns):
-        momentum = group.get("momentum", 0.0)
+        momentum = _own(group, optimizer)
         if not momentum:
             continue
-        decay = group.get("weight_decay", 0.0)
         if TAKEN not in group:
-            group[TAKEN], group["weight_decay"] = momentum, decay / (1.0 - momentum)
+            group[TAKEN], changes = momentum, ""
+            if not isinstance(optimizer, ADAM):
+                decay = group.get("weight_decay", 0.0)
+                group["weight_decay"] = decay / (1.0 - momentum)
+                changes = (
+                    f"; weight_decay {decay:g} becomes {group['weight_decay']:g}, which it used to multiply"
+                )
             log.warning(
-                "momentum %g of %s moves into the memory, and its own becomes 0; weight_decay %g becomes %g, since "
-                "momentum no longer multiplies it. Tune the learning rate again, upwards. "
-                "state.return_momentum() undoes this",
-                momentum, type(optimizer).__name__, decay, group["weight_decay"],
+                "momentum %g of %s moves into the memory, and its own becomes 0%s. Tune the learning rate again, "
+                "upwards. state.return_momentum() undoes this",
+                momentum, type(optimizer).__name__, changes,
             )  # fmt: skip
-        group["momentum"] = 0.0
+        _set(group, optimizer, 0.0)
 
 
 def hand_back(optimizer: Optimizer) -> None:
@@ -67,7 +73,23 @@ def hand_back(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         momentum = group.pop(TAKEN, None)
         if momentum is not None:
-            group["momentum"], group["weight_decay"] = momentum, group["weight_decay"] * (1.0 - momentum)
+            _set(group, optimizer, momentum)
+            if not isinstance(optimizer, ADAM):
+                group["weight_decay"] *= 1.0 - momentum
+
+
+def _own(group: dict[str, Any], optimizer: Optimizer) -> float:
+    """Return the momentum that a group has now and a memory could take over."""
+    if isinstance(optimizer, ADAM):
+        return float(group["betas"][0])
+    return float(group.get("momentum", 0.0))
+
+
+def _set(group: dict[str, Any], optimizer: Optimizer, momentum: float) -> None:
+    if isinstance(optimizer, ADAM):
+        group["betas"] = (momentum, group["betas"][1])
+    else:
+        group["momentum"] = momentum
 
 
 def _groups(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
@@ -76,7 +98,7 @@ def _groups(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> list[dict[s
 
 def _of(group: dict[str, Any], optimizer: Optimizer) -> tuple[float, bool]:
     """Return momentum and Nesterov's form of a group."""
-    momentum = float(group.get("momentum") or group.get(TAKEN, 0.0))
+    momentum = _own(group, optimizer) or float(group.get(TAKEN, 0.0))
     if momentum and group.get("dampening"):
         raise ValueError(
             f"{type(optimizer).__name__} has dampening={group['dampening']}, which no memory has; use dampening=0"

@@ -76,7 +76,7 @@ class Options:
         Dealt(world size) no two ranks send the same entry.
     memory: "error-feedback", "momentum-correction", "none", or a function that returns a memory. Momentum
         correction takes over the momentum of an `optimizer` that is given. Default: momentum correction if an
-        optimizer with momentum (SGD) is given, else error feedback.
+        optimizer with momentum (SGD, Adam, AdamW) is given, else error feedback.
     values: how values are sent: unchanged as "fp32", or rounded to "fp16", "bf16", "int8", "4bit", "2bit".
     rounding: "nearest" or "stochastic"; the rounding error stays in the residual.
     mean: "nodes" divides by the world size, "received" by the number of ranks that sent the entry. Default:
