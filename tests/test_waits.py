@@ -452,7 +452,7 @@ def test_what_else_waits(alone, chosen, way):
                 this.put(name, fresh[name])
             this.send(state.groups, idle)
             this.finish(fresh)
-            assert step == 0 or len(device.waits) == expected, device.waits
+            assert len(device.waits) == expected, device.waits
 
 
 class Joined(ErrorFeedback):
