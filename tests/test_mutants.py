@@ -23,7 +23,7 @@ from rtopk.studies.train import powersgd
 
 def with_replacement(candidates, r, words, k, *rest):
     """Pick positions that repeat."""
-    picked = yield from ORIGINAL_PICK(candidates, r, words, k, *rest)
+    picked = ORIGINAL_PICK(candidates, r, words, k, *rest)
     return picked._replace(positions=picked.positions[torch.arange(k) // 2])
 
 
@@ -76,12 +76,12 @@ def not_orthonormal(self, payloads, weights=None):
 ORIGINAL_FINISH = powersgd.LowRank.finish
 ORIGINAL_OWNER = dealt.Dealt.owner
 ORIGINAL_AGES = age.Ages.select
-ORIGINAL_PICK = kernels.picking
+ORIGINAL_PICK = kernels.pick
 ORIGINAL_CHOOSE = family._pick
 
 MUTANTS = {
     "sampling with replacement": (
-        (kernels, "picking", with_replacement),
+        (kernels, "pick", with_replacement),
         laws.draws_without_replacement,
     ),
     "off-by-one r": (

@@ -109,31 +109,27 @@ class Sparsifier:
         self, vector: Tensor, sparse_size: int, k: int, r: int | None, rng: torch.Generator
     ) -> Asking[SparseVector]:
         """Select from the part that competes, and append the whole dense tail."""
-        if sparse_size == vector.numel() > 0:
-            return (yield from self._select(vector, k, r, rng))
-        tail = torch.arange(sparse_size, vector.numel(), device=vector.device)
+        size = vector.numel()
         if not sparse_size:
+            tail = torch.arange(size, device=vector.device)
             values = vector[tail]
             (here,) = yield from self.search.checking(values)
-            return SparseVector(tail, values, tail.numel(), (torch.arange(tail.numel()), here))
-        competing, rest = vector[:sparse_size], vector[sparse_size:]
-        rest_here = begin_fetch(rest)  # there when selection has waited
-        head = yield from self._select(competing, k, r, rng)
-        known = None
-        if head.here is not None:
-            at = torch.arange(sparse_size, vector.numel())
-            known = torch.cat([head.here[0], at]), torch.cat([head.here[1], rest_here])
-        return SparseVector(
-            torch.cat([head.indices, tail]),
-            torch.cat([head.values, rest]),
-            vector.numel(),
-            known,
-        )
-
-    def _select(self, vector: Tensor, k: int, r: int | None, rng: torch.Generator) -> Asking[SparseVector]:
+            return SparseVector(tail, values, size, (torch.arange(size), here))
+        competing, rest = vector, None
+        if sparse_size < size:
+            competing, rest = vector[:sparse_size], vector[sparse_size:]
+            rest_here = begin_fetch(rest)  # there when selection has waited
         if r is None:
-            return SparseVector.gather(vector, self.rule.select(vector, k, rng))
-        return (yield from drawing_largest(vector, k, r, rng, self.search))
+            head = SparseVector.gather(competing, self.rule.select(competing, k, rng))
+        else:
+            head = yield from drawing_largest(competing, k, r, rng, self.search)
+        if rest is None:
+            return head
+        tail, known = torch.arange(sparse_size, size, device=vector.device), None
+        if head.here is not None:
+            at = torch.arange(sparse_size, size)
+            known = torch.cat([head.here[0], at]), torch.cat([head.here[1], rest_here])
+        return SparseVector(torch.cat([head.indices, tail]), torch.cat([head.values, rest]), size, known)
 
     def entries(self, size: int, step: int) -> int:
         """Return how many entries of a vector of this size the payload of this step holds."""

@@ -1,6 +1,6 @@
-"""Time steps of two checkouts of this repository in turns, one process each, and print both.
+"""Time steps of two checkouts of this repository in turns, and print the medians of some processes of each.
 
-    python tests/kernels/compare_commits.py OLD NEW [--backend torch] [--repetitions 15]
+    python tests/kernels/compare_commits.py OLD NEW [--backend torch] [--processes 7]
 
 OLD and NEW are folders, as `git worktree add OLD COMMIT` makes them. One thread, 11.2 M fp32 entries. "compress"
 is a step with a whole gradient; "hook" gives the memory the gradient as the DDP hook does; "small" is `compress`
@@ -71,6 +71,9 @@ WARM = 6
 def worker(folder, backend):
     environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve() / "src"), "OMP_NUM_THREADS": "1"}
     environment["RTOPK_BACKEND"] = backend
+    # Else malloc decides anew in each process whether it returns temporary tensors to the system, which takes up to
+    # as long as the step.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "33000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"}
     return subprocess.Popen(
         [sys.executable, "-c", WORKER],
         env=environment,
@@ -86,15 +89,10 @@ def ask(process, name, count=1):
     return 1000.0 * float(process.stdout.readline())
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folders", nargs=2)
-    parser.add_argument("--backend", default="torch")
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--only", default="", help="part of the name of a step")
-    given = parser.parse_args()
-    old, new = (worker(folder, given.backend) for folder in given.folders)
-    print("| step | old ms | new ms | new / old, median (least to most) |\n| --- | ---: | ---: | ---: |")
+def compare(folders, given):
+    """Return milliseconds of every step, old and new, of one process each: medians."""
+    old, new = (worker(folder, given.backend) for folder in folders)
+    found = {}
     for name in [case for case in CASES if given.only in case]:
         for process in (old, new):
             ask(process, name, WARM)
@@ -102,13 +100,29 @@ def main():
         for turn in range(given.repetitions):
             pair = [ask(process, name) for process in ((old, new) if turn % 2 else (new, old))]
             taken.append(pair if turn % 2 else pair[::-1])
-        ratios = sorted(b / a for a, b in taken)
-        a, b = (statistics.median(column) for column in zip(*taken, strict=True))
-        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"| {name} | {a:.1f} | {b:.1f} | {spread} |")
+        found[name] = [statistics.median(column) for column in zip(*taken, strict=True)]
     for process in (old, new):
         process.stdin.close()
         process.wait()
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folders", nargs=2)
+    parser.add_argument("--backend", default="torch")
+    parser.add_argument(
+        "--processes", type=int, default=7, help="of each: they differ by where their memory lies"
+    )
+    parser.add_argument("--repetitions", type=int, default=11, help="in each process")
+    parser.add_argument("--only", default="", help="part of the name of a step")
+    given = parser.parse_args()
+    rows = [compare(given.folders, given) for _ in range(given.processes)]
+    print("| step | old ms (least to most) | new ms (least to most) |\n| --- | ---: | ---: |")
+    for name in rows[0]:
+        both = [sorted(column) for column in zip(*(row[name] for row in rows), strict=True)]
+        said = [f"{statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f})" for ms in both]
+        print(f"| {name} | {said[0]} | {said[1]} |")
 
 
 if __name__ == "__main__":

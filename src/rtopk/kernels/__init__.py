@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rtopk.kernels import cpu, device, draws, plain
-from rtopk.kernels.host import Asking, answer
+from rtopk.kernels.host import answer
 from rtopk.kernels.search import Candidates, GradientPart, Motion, Pending, Picked, Search
 
 Words = Any  # bits in words of 64, or a function that returns them
@@ -273,15 +273,10 @@ def pick(candidates: Candidates, r: int, words: Words, k: int) -> Picked:
 
     `words` may be a function, which is called in parallel with the search for the r-th magnitude.
     """
-    return answer([picking(candidates, r, words, k)])[0]
-
-
-def picking(candidates: Candidates, r: int, words: Words, k: int) -> Asking[Picked]:
-    """Do what `pick` does, and ask for what a device has found."""
     if not candidates.hold(r):
         raise ValueError(f"need at least r={r} candidates, got {len(candidates)}")
     if isinstance(candidates, Pending):
-        return (yield from candidates.picking(r, words, k))
+        return answer([candidates.picking(r, words, k)])[0]
     return backend(candidates.like).pick(candidates, r, words, k)
 
 

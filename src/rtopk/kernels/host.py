@@ -12,7 +12,7 @@ import functools
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,26 +54,27 @@ def answer(askers: Sequence[Asking[T]]) -> list[T]:
 
     Each runs until it asks, then all go on, in the order given. An error of one ends the others where they are.
     """
-    results: dict[int, T] = {}
-    asked: dict[int, Sequence[Tensor]] = {}
-    told: Iterator[Tensor] = iter(())
+    results: list[Any] = [None] * len(askers)
+    asked: list[tuple[int, Sequence[Tensor]]] = []
     try:
         for place, asker in enumerate(askers):
             try:
-                asked[place] = next(asker)
+                asked.append((place, next(asker)))
             except StopIteration as end:
                 results[place] = end.value
         while asked:
-            before, told, asked = asked, iter(fetch(*chain.from_iterable(asked.values()))), {}
-            for place, tensors in before.items():
+            before, asked = asked, []
+            told = iter(fetch(*chain.from_iterable(tensors for _, tensors in before)))
+            for place, tensors in before:
                 try:
-                    asked[place] = askers[place].send(list(islice(told, len(tensors))))
+                    asked.append((place, askers[place].send(list(islice(told, len(tensors))))))
                 except StopIteration as end:
                     results[place] = end.value
-    finally:
-        for asker in askers:  # after an error: they hold memory of the device
+    except BaseException:
+        for asker in askers:  # they hold memory of the device
             asker.close()
-    return [results[place] for place in range(len(askers))]
+        raise
+    return results
 
 
 def begin_fetch(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rtopk import kernels
 from rtopk.kernels import draws
 from rtopk.kernels.host import Asking, answer, ask, send
-from rtopk.kernels.search import Picked, Search
+from rtopk.kernels.search import Pending, Picked, Search
 from rtopk.select.rule import Rule
 from rtopk.sparse import SparseVector
 
@@ -96,7 +96,10 @@ def _pick(vector: Tensor, k: int, r: int, rng: torch.Generator, search: Search |
     candidates = None if search is None else search.found
     if candidates is None or not candidates.hold(r):
         candidates = kernels.search_largest(vector, r)
-    return (yield from kernels.picking(candidates, r, partial(draws.draw_words, r, k, _seed(rng)), k))
+    words = partial(draws.draw_words, r, k, _seed(rng))
+    if isinstance(candidates, Pending):
+        return (yield from candidates.picking(r, words, k))
+    return kernels.pick(candidates, r, words, k)
 
 
 class _Family(Rule, ABC):
