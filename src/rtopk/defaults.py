@@ -17,7 +17,13 @@ def selector(nodes: int, memory: Memory, given: Selector | str | None = None) ->
             raise ValueError(
                 f"selector must be one of {tuple(METHODS)} or an object such as rtopk.TopK(), got {given!r}"
             )
-        return METHODS[given].for_run(nodes)
+        try:
+            return METHODS[given].for_run(nodes)
+        except ValueError as error:
+            raise ValueError(
+                f"selector {given!r} needs more than its name ({error}); give an object of "
+                f"rtopk.{METHODS[given].__name__}"
+            ) from error
     if given is not None:
         as_rule(given)  # refuses what cannot select
         return given

@@ -34,6 +34,19 @@ def test_a_selector_may_be_given_by_name_and_anything_else_is_refused_at_once():
             Options(selector=wrong).resolved(4)
 
 
+def test_a_rule_that_needs_more_than_its_name_says_so():
+    with pytest.raises(
+        ValueError, match=r"'threshold' needs more than its name .* an object of rtopk.Threshold"
+    ):
+        Options(selector="threshold").resolved(4)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scaler", "dense", "clip_norm"])
+def test_an_option_of_another_type_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"{name} must be .*, got 'model'"):
+        Options(**{name: "model"}).resolved(4)
+
+
 def test_a_schedule_of_the_owners_is_described_by_its_densities():
     """An address would differ between the processes, and registration would be refused."""
     ranks = [Options(exchange="all-reduce", owner_density=lambda step: 0.1).resolved(4) for _ in "ab"]

@@ -44,6 +44,7 @@ CHOICES = {
     "counts": Counts,
 }
 LEAST = {"dense_steps": 0, "verify_every": 0, "max_skips": 1}
+USED = {"optimizer": "param_groups", "scaler": "get_scale", "dense": "__call__"}  # of an object that is given
 OWN = {"dense", "scaler", "optimizer", "attach"}  # may differ between ranks; `dense` shows in the layout
 PRESETS: dict[str, dict[str, Any]] = {
     # The paper's Algorithm 1 as printed: k of the n k largest of the whole gradient, the mean over the nodes.
@@ -149,9 +150,14 @@ class Options:
         for name, least in LEAST.items():
             if getattr(found, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(found, name)}")
+        for name, part in USED.items():
+            if (given := getattr(self, name)) is not None and not hasattr(given, part):
+                raise ValueError(f"{name} must be an object with {part}, got {given!r}")
         check_exchange(found.exchange, found.owner_density)
-        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
-            raise ValueError(f"clip_norm must be positive and finite, or None, got {self.clip_norm}")
+        if self.clip_norm is not None and (
+            isinstance(self.clip_norm, str) or not 0.0 < self.clip_norm < math.inf
+        ):
+            raise ValueError(f"clip_norm must be positive and finite, or None, got {self.clip_norm!r}")
         if found.weights is not None:
             if len(found.weights) != nodes:
                 raise ValueError(f"{nodes} ranks need as many weights, got {len(found.weights)}")

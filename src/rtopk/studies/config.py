@@ -47,15 +47,24 @@ def add_rule(place: str) -> str:
     """Import a rule from FILE:CLASS, here and in the processes that this one starts; return its method's name."""
     file, _, name = place.rpartition(":")
     path = Path(file).resolve()
-    if not file:
+    if path.suffix != ".py":
         raise ValueError(f"a rule must be FILE.py:CLASS, got {place!r}")
     if not path.is_file():
         raise ValueError(f"a rule must be FILE.py:CLASS, and there is no file {file!r}")
     spec = importlib.util.spec_from_file_location(f"rtopk_rule_{path.stem}", path)
-    assert spec is not None  # a file that exists has one
+    assert spec is not None  # a file of Python has one
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    ours = {method: rule for method, rule in RULES.items() if rule.__module__.startswith("rtopk.")}
     spec.loader.exec_module(module)
+    taken = {method for method, rule in ours.items() if RULES[method] is not rule}
+    RULES.update(ours)
+    if taken := taken | {"dense", "powersgd"}.intersection(RULES):
+        for method in taken - ours.keys():
+            del RULES[method]
+        raise ValueError(
+            f"{file} names a rule {', '.join(sorted(taken))}, as rtopk does; choose another name"
+        )
     rule = getattr(module, name, None)
     if not (isinstance(rule, type) and issubclass(rule, Rule) and rule.method):
         raise ValueError(f'{place} must be a rule with a name: class {name}(rtopk.Rule, method="...")')
@@ -162,6 +171,11 @@ class Config:
         for name in ("local_steps", "warm_up", "weight_decay", "clip_norm", "r_over_k", "examples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name, value in self.to_dict().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        if 0.0 < self.r_over_k < 1.0:
+            raise ValueError(f"r_over_k must be at least 1, or 0 for the rule's own, got {self.r_over_k}")
         check_density(self.density)
         check_exchange(defaults.exchange(self.nodes, self.exchange), self.make_owner_density())
         self._check_method()

@@ -119,6 +119,26 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(tmp_path):
         (["advise"], 2, "how fast is the link?"),
         (["advise", "--machine", "{file}", "--mbit", "5"], 1, "{file} is not what `rtopk advise --measure"),
         (["advise", "--against", "{file}"], 1, "{file} is not what `rtopk bench link --out` writes"),
+        (["advise", "--machine", "{parts}", "--mbit", "5"], 1, "{parts} is not what `rtopk advise --measure"),
+        (["advise", "--against", "{parts}"], 1, "{parts} is not what `rtopk bench link --out` writes"),
+        (["advise", "--against", "{empty}"], 1, "{empty} has no row of a method that is predicted"),
+        (["advise", "--mbit", "inf"], 2, "mbit and latency_ms must be finite, got inf"),
+        (["advise", "--mbit", "5", "--latency-ms", "nan"], 2, "must be finite, got 5.0 and nan"),
+        (["advise", "--mbit", "5", "--step-ms", "nan"], 2, "step_ms must be finite"),
+        (["advise", "--mbit", "5", "--model", "inf"], 2, "model must be a number"),
+        (["advise", "--listen", "99999"], 2, "99999 is not in the range"),
+        (["advise", "--probe", "127.0.0.1:99999"], 2, "with a port of 1 to 65535, got '127.0.0.1:99999'"),
+        (["train", "--r-over-k", "0.5"], 2, "r_over_k must be at least 1, or 0"),
+        (["train", "--weight-decay", "nan"], 2, "weight_decay must be finite, got nan"),
+        (
+            ["rivals", "--add", "{tmp}/clash.py:Mine"],
+            2,
+            "names a rule top-k, as rtopk does; choose another name",
+        ),
+        (["fed", "traffic", "--task", "nothing"], 2, "task must be one of"),
+        (["fed", "traffic", "--density", "2"], 2, "density must be in (0, 1], got 2.0"),
+        (["lab", "inspect", "--task", "nothing"], 2, "task must be one of"),
+        (["rivals", "--add", "{parts}:Mine"], 2, "a rule must be FILE.py:CLASS, got"),
         (["lab", "risk", "--out", "{file}"], 2, "is a file"),
         (["advise", "--probe", "nowhere.invalid:9"], 1, "cannot reach nowhere.invalid:9"),
         (["tables", "--results", "{tmp}/none"], 2, "there is no folder"),
@@ -127,14 +147,21 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(tmp_path):
     ],
 )
 def test_errors_are_one_line_with_the_right_code(arguments, code, message, tmp_path, monkeypatch, capsys):
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setattr(sys, "argv", ["rtopk", *(a.format(tmp=tmp_path, file=file) for a in arguments)])
+    texts = {
+        "file": "",
+        "parts": '{"name": "a machine", "rows": [1]}',
+        "empty": '{"rows": []}',
+        "clash.py": 'import rtopk\nclass Mine(rtopk.Rule, method="top-k"): ...\n',
+    }
+    files = {name: tmp_path / name for name in texts}
+    for name, text in texts.items():
+        files[name].write_text(text)
+    monkeypatch.setattr(sys, "argv", ["rtopk", *(a.format(tmp=tmp_path, **files) for a in arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     told = capsys.readouterr()
     assert ended.value.code == code
-    assert message.format(file=file) in told.err
+    assert message.format(**files) in told.err
     assert len(told.err.splitlines()) == 1, "an error is one line"
     assert told.out == ""
 

@@ -68,6 +68,8 @@ class Link:
             raise ValueError(f"nodes must be at least 2, got {self.nodes}")
         if self.mbit is not None and not self.mbit > 0:
             raise ValueError(f"mbit must be positive, got {self.mbit}")
+        if not math.isfinite(self.mbit or 0.0) or not math.isfinite(self.latency_ms):
+            raise ValueError(f"mbit and latency_ms must be finite, got {self.mbit} and {self.latency_ms}")
         if self.latency_ms < 0:
             raise ValueError(f"latency_ms must not be negative, got {self.latency_ms}")
 
@@ -219,12 +221,14 @@ def workload(model: str, step_ms: float) -> Workload:
     >>> workload("7B", 100.0).size
     6999696060
     """
+    if not 0.0 <= step_ms < math.inf:
+        raise ValueError(f"step_ms must be finite and not negative, got {step_ms}")
     if ":" in model:
         return Workload(_shapes(model), step_ms)
     number, unit = (model[:-1], model[-1].lower()) if model[-1:].lower() in UNITS else (model, "")
     try:
         size = round(float(number) * UNITS.get(unit, 1))
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(
             f"model must be a number of entries (11200000, 11.2M, 7B) or module:factory, got {model!r}"
         ) from None

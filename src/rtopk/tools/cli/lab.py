@@ -197,6 +197,7 @@ def inspect(
     from rtopk.studies.lab import pictures
     from rtopk.studies.lab.gradients import Inspector
     from rtopk.studies.lab.gradients import inspect as look_into
+    from rtopk.studies.tasks import check_task
     from rtopk.studies.train.loop import Run
     from rtopk.tools.show.terminal import console, counted, table
 
@@ -205,6 +206,7 @@ def inspect(
     with wrong_use():
         config = Config(task=task, method=method, nodes=nodes, batch=batch, density=density, seed=seed,
                         rounds=rounds)  # fmt: skip
+        check_task(task)
     run = Run(config)
     inspector = Inspector(nodes, run.layout.size, density, choose, seed, tolerance)
     with counted("rounds", max(at, default=0) + 1) as step:

@@ -1,8 +1,9 @@
 """`rtopk report` and `rtopk watch` (results as one page, finished or live), and `rtopk advise`."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -10,6 +11,8 @@ from rtopk.tools.cli.options import wrong_use
 
 if TYPE_CHECKING:
     from rtopk.tools.advise.output import Rows
+
+T = TypeVar("T")
 
 
 def report(
@@ -78,7 +81,9 @@ def advise(
     step_ms: float = typer.Option(100.0, "--step-ms", min=0, help="A step without communication."),
     device: str = typer.Option("cpu", "--device", help="cpu, cuda, a100 or h100; other than cpu: predicted."),
     probe: str | None = typer.Option(None, "--probe", help="HOST:PORT of a host that runs --listen."),
-    listen: int | None = typer.Option(None, "--listen", help="Serve one --probe on this port."),
+    listen: int | None = typer.Option(
+        None, "--listen", min=1, max=65535, help="Serve one --probe on this port."
+    ),
     measure: bool = typer.Option(False, "--measure", help="Measure this machine's parts, 1-2 minutes."),
     machine_file: Path | None = typer.Option(None, "--machine", help="Parts kept by --measure --keep."),
     keep: Path | None = typer.Option(None, "--keep", help="Write the parts here as JSON."),
@@ -107,7 +112,7 @@ def advise(
         machines.listen(listen)
         return
     if machine_file is not None:
-        machine = Machine.from_json(_read(machine_file, "name", "`rtopk advise --measure --keep`"))
+        machine = _read(machine_file, Machine.from_json, "`rtopk advise --measure --keep`")
     elif measure:
         with errors.status("") as status:
             machine = machines.measure(status.update)
@@ -125,7 +130,9 @@ def advise(
         _say(output.simulated(points), text, output.simulated_json(points), as_json, markdown)
         return
     if against is not None:
-        rows = compare(machine, _read(against, "rows", "`rtopk bench link --out`")["rows"], cores)
+        rows = _read(against, lambda data: compare(machine, data["rows"], cores), "`rtopk bench link --out`")
+        if not rows:
+            raise ValueError(f"{against} has no row of a method that is predicted")
         if picture is not None:
             output.draw_compared(rows, picture)
         text = (
@@ -135,8 +142,8 @@ def advise(
         return
     if probe is not None:
         host, _, port = probe.rpartition(":")
-        if not host or not port.isdigit():
-            raise typer.BadParameter(f"--probe must be HOST:PORT, got {probe!r}")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise typer.BadParameter(f"--probe must be HOST:PORT, with a port of 1 to 65535, got {probe!r}")
         found = machines.probe(host, int(port))
         mbit = found.mbit if mbit is None else mbit
         latency_ms = found.latency_ms if latency_ms is None else latency_ms
@@ -162,15 +169,12 @@ def advise(
     _say(output.predictions(predictions), text, data, as_json, markdown)
 
 
-def _read(path: Path, part: str, command: str) -> Any:
-    """Read what a command wrote, which has this part; raise ValueError for anything else."""
+def _read(path: Path, parse: Callable[[Any], T], command: str) -> T:
+    """Parse what a command wrote; raise ValueError for anything else."""
     try:
-        found = json.loads(path.read_text())
-    except ValueError:
-        found = {}
-    if part not in found:
-        raise ValueError(f"{path} is not what {command} writes")
-    return found
+        return parse(json.loads(path.read_text()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what {command} writes") from error
 
 
 def _say(rows: "Rows", text: str, data: dict[str, Any], as_json: bool, markdown: bool) -> None:

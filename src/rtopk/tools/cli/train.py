@@ -223,8 +223,10 @@ def traffic(
     from rtopk.studies.federation.engines import compare
     from rtopk.tools.show.terminal import console, errors, print_json, table
 
-    config = Config(task=task, setting="federated", nodes=nodes, rounds=rounds, density=density,
-                    local_steps=1, evaluate_every=rounds)  # fmt: skip
+    with wrong_use():
+        config = Config(task=task, setting="federated", nodes=nodes, rounds=rounds, density=density,
+                        local_steps=1, evaluate_every=rounds)  # fmt: skip
+        _check(config)
     folder = out or Path("runs") / f"traffic-{task}"
     with errors.status("") as status:
         federation = Federation(config=config, downlink_density=density)
