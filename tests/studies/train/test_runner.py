@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from rtopk.state_file import write_atomically
+from rtopk.studies.config import Config
 from rtopk.studies.train.records import append, locked, read
+from rtopk.studies.train.runner import run_all
 
 
 def until(true, seconds=90.0):
@@ -173,3 +175,15 @@ def test_a_full_disk_leaves_records_and_no_draft(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "page.html", b"x" * 1000)
     assert [found.name for found in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def test_ctrl_c_after_the_last_run_of_a_batch_is_not_lost(tmp_path):
+    """A study runs batch after batch: a request that comes while the workers leave must stop the next ones."""
+
+    def stop(key, rounds):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    config, file = Config(rounds=2, nodes=2, evaluate_every=2), tmp_path / "results.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run_all([config], file, tmp_path / "runs", 2, stop)
+    assert [record["key"] for record in read(file)] == [config.key]  # and what ran is recorded

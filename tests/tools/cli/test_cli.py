@@ -239,6 +239,7 @@ def test_demo_small(tmp_path):
     first = rtopk(*options)
     assert first.returncode == 0, first.stderr
     assert "distributed setting" in first.stdout
+    assert "± is the standard deviation over seeds" in " ".join(first.stdout.split())
     assert re.search(
         r"\d+ of 10 runs, \d+ % of the rounds, \d+ s passed, (about \d+ s left|starting)", first.stderr
     )

@@ -108,7 +108,7 @@ def _run(
             for worker in multiprocessing.active_children():
                 worker.kill()
             raise
-    if pending:
+    if pending or should_stop():  # asked while the workers left: the caller may have more to run
         raise KeyboardInterrupt
 
 

@@ -148,6 +148,9 @@ def demo(
         console.print(table(f"{setting} setting: {what}", heads, cells))
     console.print(f"Five nodes, {records[0]['parameters']:,} parameters. Bytes are measured on the payloads.")
     console.print(
+        "± is the standard deviation over seeds; the page has 95 % intervals of the mean, which are wider."
+    )
+    console.print(
         "Seconds: the exchange of those bytes between the nodes (dense: all-reduce, others: all-gather) on links "
         f"of 100 Mbit/s, latency 0.1 ms, by the model of `rtopk advise`. Parts of: {machine.name}"
     )
