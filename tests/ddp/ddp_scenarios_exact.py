@@ -48,7 +48,7 @@ MORE: dict[str, dict[str, Any]] = {
     "no_memory_nodes": {"memory": NoMemory, "mean": "nodes"},
     "momentum_bucket": {"memory": MomentumCorrection, "scope": "bucket"},
     "received_bucket": {"mean": "received", "scope": "bucket"},
-    "seed": {"seed": 3},
+    "seed": {"selector": RTopK(nodes=2), "seed": 3},
     "int8": {"values": "int8"},
     "all_reduce_received": {"exchange": "all-reduce", "mean": "received", "owner_density": 0.1},
     "all_reduce_no_memory": {"exchange": "all-reduce", "memory": NoMemory, "mean": "nodes"},
