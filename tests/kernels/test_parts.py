@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtopk import kernels
-from rtopk.kernels import collect, cpu, draws, threads
+from rtopk.kernels import collect, cpu, draws, loops, threads
 from rtopk.kernels.search import LARGE, Search, stride
 from rtopk.memory import ErrorFeedback, MomentumCorrection
 
@@ -214,3 +214,24 @@ def test_a_sample_of_the_parts_corrects_a_bad_guess(monkeypatch):
             assert same(torch.from_numpy(samples.pop()), expected[: d - 11 : stride(d - 11)])
             assert not samples
             assert r <= len(search.found) < 1.5 * r
+
+
+def test_a_guess_far_too_low_costs_no_second_look_with_several_threads(monkeypatch):
+    """Each of four pieces then holds a third more than what is wanted of all."""
+    prefer(monkeypatch, "cpu")
+    monkeypatch.setattr(kernels, "_stand_in", False)
+    monkeypatch.setattr(threads, "INLINE", 5000)
+    monkeypatch.setattr(threads, "ranges", lambda size, multiple: threads._cuts(size, multiple, 4))
+    monkeypatch.setattr(collect, "ranges", threads.ranges)
+    monkeypatch.setattr(loops, "scan", None)
+    d, memory, search = 80_000, ErrorFeedback(), Search(0.0, 100)
+    gradient = torch.randn(d, generator=torch.Generator().manual_seed(1))
+    memory.add(torch.zeros(d))
+    memory.snapshot()
+    memory.expect(search)
+    memory.put(0, gradient[:30_000])
+    memory.put(30_000, gradient[30_000:])
+    memory.add(None, search)
+    assert len(search.found) > 2 * 100
+    picked = kernels.pick(search.found, 100, draws.every_bit(100), 100)
+    assert np.array_equal(picked.positions.numpy(), structured.exact(gradient.numpy(), 100))

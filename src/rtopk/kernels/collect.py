@@ -84,14 +84,15 @@ class Notes:
 
     def run(self, loop: Callable[..., Any], spans: Spans, sums: Sums | None = None) -> None:
         """Run a pass over stretches of the vector; `sums` returns some of what it will write, if that is all."""
-        if sums is not None and _length(spans) == self.left == self.d:
+        whole = _length(spans) == self.left == self.d
+        if whole and sums is not None:
             self.floor = _floor(self.search, self.size, sums)
         size = self.size if self._room >= 0 else 0
         cuts = _cut([(begin, min(end, size)) for begin, end in spans])
         tasks = [partial(_piece, loop, *cut, self.d, self.floor, self.search) for cut in cuts]
         for (begin, _), part in zip(cuts, together(tasks, _length(cuts)), strict=True):
             self._found[begin] = part
-            self._room -= part[0].numel()
+            self._room -= 0 if whole else part[0].numel()  # few pieces do not hold too many
         without_search(loop, [(max(begin, size), end) for begin, end in spans])
         self.left -= _length(spans)
 
