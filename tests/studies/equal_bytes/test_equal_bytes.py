@@ -153,6 +153,7 @@ def test_a_rule_from_a_file_of_ones_own_takes_part(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
     assert {row["method"].partition(",")[0] for row in rows} == {"dense", "top-k", "rtop-k", "first-k"}
+    assert " runs, last first-k\n" in result.stderr  # progress where there is no terminal
     labels = {
         one.label
         for series in collect(read([Path("rivals-digits-smoke.jsonl")]).runs).values()

@@ -281,7 +281,7 @@ def rivals(
         verdicts,
     )
     from rtopk.studies.paper.results import insert
-    from rtopk.tools.show.terminal import console, make_progress, print_json, table
+    from rtopk.tools.show.terminal import console, errors, make_progress, print_json, table
 
     if task not in PANELS:
         raise typer.BadParameter(f"task must be one of {', '.join(PANELS)}, got {task!r}")
@@ -308,6 +308,9 @@ def rivals(
 
             def on_run(config: Config) -> None:
                 progress.update(bar, advance=1, description=f"runs, about; last {config.method}")
+                if not errors.is_terminal:
+                    ended = round(progress.tasks[bar].completed)
+                    errors.print(f"{ended} of about {sum(about)} runs, last {config.method}", highlight=False)
 
             ledger = Runs(file, work, jobs, on_run=on_run)
             for group, past in zip(side_by_side(panels), accumulate(about), strict=True):
