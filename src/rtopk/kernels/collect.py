@@ -20,7 +20,7 @@ from rtopk.kernels.search import CHECKS, LARGE, Candidates, Search, quantiles, s
 from rtopk.kernels.threads import MOST, ranges, together
 
 INFINITE = np.int32(0x7F800000)
-SPARE = 1 << 15  # candidates beyond r that every range has room for: to thin out fewer takes longer than to hold them
+SPARE = 1 << 15  # candidates beyond r that every range has room for; thinning out fewer takes longer
 Part = tuple[Tensor, Tensor]  # positions and values of candidates
 NOTHING: Part = torch.empty(0, dtype=torch.int32), torch.empty(0)
 Sums = Callable[[slice], Any]  # some entries of a vector that is about to be written

@@ -156,6 +156,36 @@ def _shipped_beside() -> list[TableRow]:
     return rows
 
 
+def _around(warm_up: int) -> list[TableRow]:
+    """One step from the default in each direction: is anything better?"""
+
+    def row(
+        density: float, note: str = "", method: str = "top-k", mean: Mean = "nodes", **own: Any
+    ) -> TableRow:
+        return _as_shipped(method, density, note, _KEPT[1][0], mean=mean, memory=_KEPT[1][1], **own)
+
+    return [
+        each
+        for density in _DENSITIES
+        for each in (
+            row(density),
+            row(density, "4 bits", values="4bit"),
+            row(density, "r = 1.25 k", "rtop-k", r_over_k=1.25),
+            row(density, "r = n k", "rtop-k"),
+            row(density, method="dealt-k"),
+            row(density, mean="received"),
+            row(density, "warm-up", warm_up=warm_up),
+        )
+    ]
+
+
+def _with_default(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
+    """Pair the rows of `_around` with the default at their density, which comes first."""
+    default = {density: next(row for row in rows if row.density == density) for density in _DENSITIES}
+    others = (row for row in rows if row not in default.values() and "r_over_k" not in dict(row.options))
+    return [(row.label, default[row.density].label) for row in others]
+
+
 STUDIES = {
     "warm-up": _study(
         "study-warm-up", "Warm-up at 99 %: with k / r = 1/5, densities above 20 % make rTop-k random-k",
@@ -272,6 +302,16 @@ STUDIES = {
     "shipped-beside": _study(
         "study-shipped-beside", "Beside the README's diff: other rules, means and values, and rivals; digits",
         _BATCHES, _RATES, _shipped_beside(), pairs=_moved(_shipped_beside()),
+    ),
+    "shipped-around-cifar10": _study(
+        "study-shipped-around-cifar10", "One step from the default: CIFAR-10 at 16 x 16, momentum 0.9",
+        dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000, evaluate_every=50),
+        (0.015, 0.045, 0.135), _around(100), pairs=_with_default(_around(100)),
+    ),
+    "shipped-around-ptb": _study(
+        "study-shipped-around-ptb", "One step from the default: LSTM on Penn Treebank, momentum 0.9",
+        dataclasses.replace(TABLES[4].setups["small"].config, warm_up=0, rounds=1000, momentum=0.9),
+        (0.3, 0.9, 2.7), _around(100), pairs=_with_default(_around(100)),
     ),
     **EXPLANATIONS,
     **MAPS,

@@ -118,8 +118,8 @@ def _sum(number: int, density: float) -> Table:
     )  # fmt: skip
 
 
-def _long() -> Table:
-    """A tenth of the data until it is learnt by heart: does generalisation separate the methods?"""
+def _long(name: str, examples: int, rounds: int) -> Table:
+    """Many epochs: does generalisation separate the methods?"""
     rows = [TableRow("dense", 1.0)]
     for density in (0.01, 0.001):
         rows += [
@@ -127,8 +127,8 @@ def _long() -> Table:
             _row("rtop-k", "r = 2 k", density, r_over_k=2.0),
         ]  # fmt: skip
     return _changed(
-        "why-long", 2, "100 rounds of a local epoch on 5,000 images, error feedback", rows,
-        rates=(0.005, 0.015, 0.045), examples=5000, local_steps=0, rounds=100, warm_up=0, evaluate_every=5,
+        name, 2, f"{rounds} rounds of a local epoch on {examples or 50_000:,} images, error feedback", rows,
+        rates=(0.005, 0.015, 0.045), examples=examples, local_steps=0, rounds=rounds, warm_up=0, evaluate_every=5,
     )  # fmt: skip
 
 
@@ -190,7 +190,8 @@ EXPLANATIONS = {
         ),
         small="a ResNet-8 with BatchNorm, CIFAR-10 at 32 x 32",
     ),
-    "why-long": _long(),
+    "why-long": _long("why-long", 5000, 100),
+    "why-long-all": _long("why-long-all", 0, 20),
     "why-agree": _agree(
         "why-agree", Config(rounds=600, evaluate_every=100), (0.005, 0.02, 0.08),
         ((5, (4, 16, 64, 256)), (20, (4, 16, 64))),
