@@ -192,6 +192,7 @@ EXPLANATIONS = {
     ),
     "why-long": _long("why-long", 5000, 100),
     "why-long-all": _long("why-long-all", 0, 20),
+    "why-long-few": _long("why-long-few", 1000, 250),
     "why-agree": _agree(
         "why-agree", Config(rounds=600, evaluate_every=100), (0.005, 0.02, 0.08),
         ((5, (4, 16, 64, 256)), (20, (4, 16, 64))),

@@ -31,7 +31,7 @@ _STUDIES = (
     "shared-rate-1, shared-rate-2, shared-rate-3, shared-rate-4, shared-rate-5, why-sum-2, why-sum-5, "
     "why-memory-2, why-memory-3, why-memory-5, why-warm-up-1, why-warm-up-4, why-draws-2, "
     "why-tensor-2, why-tensor-4, why-correction-1, why-decay-1, why-batch-norm-1, why-long, why-long-all, "
-    "why-agree, "
+    "why-long-few, why-agree, "
     "why-agree-cifar10, map-digits or map-cifar10."
 )
 
