@@ -30,6 +30,7 @@ INSIDE = {
         "plain", "cpu", "programs", "device", "__init__",
     ],
     "select": ["rule", "family", "threshold", "age", "dealt", "chunked", "__init__"],
+    "memory": ["vectors", "feedback", "momentum", "__init__"],
     "exchange": ["vector", "gathered", "shares", "owner", "reduced", "__init__"],
 }  # fmt: skip
 
