@@ -20,7 +20,6 @@ from rtopk.kernels.search import CHECKS, LARGE, Candidates, Search, quantiles, s
 from rtopk.kernels.threads import MOST, ranges, together
 
 INFINITE = np.int32(0x7F800000)
-SPARE = 1 << 15  # candidates beyond r that every range has room for; thinning out fewer takes longer
 Part = tuple[Tensor, Tensor]  # positions and values of candidates
 NOTHING: Part = torch.empty(0, dtype=torch.int32), torch.empty(0)
 Sums = Callable[[slice], Any]  # some entries of a vector that is about to be written
@@ -133,7 +132,7 @@ def _piece(loop: Callable[..., Any], begin: int, end: int, d: int, floor: float,
     at, bound, count, key = begin, key_of(floor), 0, (begin, end)
     size = end - begin
     wanted = size if search.wanted is None else min(search.wanted, size)
-    most = min(size, wanted + max(wanted // 3, size // 1024, SPARE)) + 128
+    most = min(size, wanted + max(wanted // 3, size // 1024)) + 128
     room = min(most, 256 + round(1.2 * search.last(key, wanted * size // d)))
     positions, values = search.take(key, room, np.int32 if d < 2**31 else np.int64)
     while True:
