@@ -50,7 +50,7 @@ def not_finite(at: Place) -> dict[str, Any]:
         train(state.model, optimizer, range(2, 3), at.rank, poisoned)
         logging.getLogger("rtopk").removeHandler(handler)
         after = bits([bits(model), bits(state.state_dict()), bits(optimizer.state_dict())])
-        skipped = (state.skipped, state.skipping, state.step)
+        skipped, refusal = (state.skipped, state.skipping, state.step), state.refusal
         train(state.model, optimizer, range(3, 6), at.rank)
         # The same steps, had the bad one never been tried.
         other = net()
@@ -62,6 +62,7 @@ def not_finite(at: Place) -> dict[str, Any]:
             "same": before == after,
             "skipped": skipped,
             "said": list(records),
+            "refusal": refusal,
             "weights": [bits(model), bits(other)],
             "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
         }

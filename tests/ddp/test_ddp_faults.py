@@ -7,12 +7,13 @@ from ddp_launch import Results, clean
 @pytest.mark.parametrize("scope", ["global", "bucket"])
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(pair: Results, scope: str) -> None:
     one, two = (found[scope] for found in clean(pair, "not_finite"))
+    reason = "step 2: the gradient of 3.weight is not finite on rank 1"
+    assert one["said"] == [f"all ranks skip this step. {reason}"]
+    assert two["said"] == []  # one rank logs what all know
     for found in (one, two):
         assert found["same"], "weights, momentum, residual or step moved"
         assert found["skipped"] == [1, True, 2]
-        assert found["said"] == [
-            "all ranks skip this step. step 2: the gradient of 3.weight is not finite on rank 1"
-        ]
+        assert found["refusal"] == reason
         hooked, undisturbed = found["weights"]
         assert hooked == undisturbed
         assert found["finite"]

@@ -10,6 +10,7 @@ The ranks of a site hold parts of one model, so they must skip a step together: 
 they compare the outcome over the fast links of their site.
 """
 
+import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -61,6 +62,11 @@ class State(state.State):
     def tensors(self) -> Mapping[str, Tensor]:
         """The shards of this rank."""
         return {name: _local(parameter.detach()) for name, parameter in self.parameters.items()}
+
+    @property
+    def level(self) -> int:
+        """The level at which this rank logs what all ranks know: one rank of one site tells."""
+        return logging.DEBUG if self.within.rank else super().level
 
     @property
     def verifies(self) -> bool:

@@ -115,7 +115,7 @@ def watch(state: "State") -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     for state in list(_states):
         if state.takes_over and optimizer is state.options.optimizer:
-            take_over(optimizer, state.owns)  # a checkpoint may have brought its momentum back
+            take_over(optimizer, state.owns, state.level)  # a checkpoint may have brought it back
         elif state.corrects_momentum:
             refuse_momentum(optimizer, state)
     _use(optimizer)

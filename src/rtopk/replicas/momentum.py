@@ -23,7 +23,7 @@ TAKEN = "rtopk_momentum"  # in a group of an optimizer: its momentum before; sav
 
 
 def memory_for(
-    optimizer: Optimizer, owns: Callable[[Tensor], bool], asked: bool = True
+    optimizer: Optimizer, owns: Callable[[Tensor], bool], asked: bool = True, level: int = logging.WARNING
 ) -> Callable[[], Memory] | None:
     """Return how to make a memory with the momentum of an optimizer; None if it has none.
 
@@ -40,13 +40,13 @@ def memory_for(
     except ValueError as error:
         if asked:
             raise
-        log.warning("momentum stays in the optimizer: %s", error)
+        log.log(level, "momentum stays in the optimizer: %s", error)
         return None
     momentum, nesterov = found.pop() if found else (0.0, False)
     return partial(MomentumCorrection, momentum, nesterov=nesterov) if momentum else None
 
 
-def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
+def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool], level: int = logging.WARNING) -> None:
     """Set the momentum of the groups with our parameters to 0; again, if a checkpoint has brought it back."""
     for group in _groups(optimizer, owns):
         momentum = _own(group, optimizer)
@@ -60,7 +60,8 @@ def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> None:
                 changes = (
                     f"; weight_decay {decay:g} becomes {group['weight_decay']:g}, which it used to multiply"
                 )
-            log.warning(
+            log.log(
+                level,
                 "momentum %g of %s moves into the memory, and its own becomes 0%s. Tune the learning rate again, "
                 "upwards. state.return_momentum() undoes this",
                 momentum, type(optimizer).__name__, changes,

@@ -236,7 +236,7 @@ class Round:
             )
         self._give_up(gradients)
         state.skipped += 1
-        log.warning("all ranks skip this step. %s", state.refusal)
+        log.log(state.level, "all ranks skip this step. %s", state.refusal)
 
     def _give_up(self, gradients: Mapping[str, Tensor]) -> None:
         """Restore this rank to before the round; its gradients become NaN, as in plain DDP."""

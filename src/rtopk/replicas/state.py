@@ -4,6 +4,7 @@ Everything is keyed by parameter, never by bucket: DDP rebuilds its buckets afte
 process starts with the initial ones again.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -61,10 +62,10 @@ class State:
 
     def __init__(self, parameters: Mapping[str, Tensor], options: Options, transport: AllGather) -> None:
         self.names = {id(parameter): name for name, parameter in parameters.items()}
-        self.options = options = self._with_momentum(options)
         self.transport = transport
         self.transports = [transport]  # together they connect all ranks of the job
         self.rank, self.world_size = transport.rank, transport.nodes
+        self.options = options = self._with_momentum(options)
         self.step = 0  # rounds that were taken
         self.epoch = 0
         self.skipped = 0  # rounds that were skipped
@@ -93,7 +94,8 @@ class State:
         """Return options with a memory; it has the momentum of the optimizer if it takes that over."""
         memory, found = options.memory, None
         if options.optimizer is not None and memory in (None, "momentum-correction"):
-            found = momentum.memory_for(options.optimizer, self.owns, asked=memory is not None)
+            asked = memory is not None
+            found = momentum.memory_for(options.optimizer, self.owns, asked, self.level)
         if memory is None:
             memory = defaults.memory(momentum_can_move=found is not None)
         self.takes_over = found is not None and memory == "momentum-correction"
@@ -176,6 +178,11 @@ class State:
         """The current loss scale."""
         scaler = self.options.scaler
         return self._scale if scaler is None else float(scaler.get_scale())
+
+    @property
+    def level(self) -> int:
+        """The level at which this rank logs what all ranks know: one of them tells."""
+        return logging.WARNING if self.rank == 0 else logging.DEBUG
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether this state handles a parameter."""
@@ -320,6 +327,6 @@ def make_alike(everyone: AllGather, make: Callable[[], S]) -> S:
     if refusal is not None:
         raise refusal
     if state.takes_over and state.options.optimizer is not None:
-        momentum.take_over(state.options.optimizer, state.owns)
+        momentum.take_over(state.options.optimizer, state.owns, state.level)
     watch(state)
     return state
