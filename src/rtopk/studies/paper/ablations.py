@@ -186,6 +186,11 @@ def _with_default(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
     return [(row.label, default[row.density].label) for row in others]
 
 
+def _masked_or_not() -> list[tuple[str, str]]:
+    """Pair the default without masking with the default."""
+    return [(_unmasked(at).label, _unmasked(at).label.removesuffix(", not masked")) for at in _DENSITIES]
+
+
 STUDIES = {
     "warm-up": _study(
         "study-warm-up", "Warm-up at 99 %: with k / r = 1/5, densities above 20 % make rTop-k random-k",
@@ -276,10 +281,7 @@ STUDIES = {
         "study-shipped-cifar10", "As the README's diff runs: CIFAR-10 at 16 x 16, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000, evaluate_every=50),
         (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,)), *map(_unmasked, _DENSITIES)],
-        pairs=[
-            *_moved([*_shipped(), *map(_unmasked, _DENSITIES)]),
-            *((_unmasked(at).label, _unmasked(at).label.removesuffix(", not masked")) for at in _DENSITIES),
-        ],
+        pairs=[*_moved([*_shipped(), *map(_unmasked, _DENSITIES)]), *_masked_or_not()],
     ),
     "shipped-ptb": _study(
         "study-shipped-ptb", "As the README's diff runs: LSTM on Penn Treebank, momentum 0.9, biases in full",
@@ -292,7 +294,8 @@ STUDIES = {
             task="shakespeare", split="contiguous", batch=4, rounds=400, evaluate_every=50, optimizer="adamw",
             clip_norm=1.0,
         ),
-        (0.0005, 0.002, 0.008), _shipped(), pairs=_moved(_shipped()),
+        (0.0005, 0.002, 0.008), [*_shipped(), *map(_unmasked, _DENSITIES)],
+        pairs=[*_moved(_shipped()), *_masked_or_not()],
     ),
     "shipped-adamw": _study(
         "study-shipped-adamw", "As the README's diff runs, with AdamW: digits, biases in full",
@@ -311,7 +314,8 @@ STUDIES = {
     "shipped-around-ptb": _study(
         "study-shipped-around-ptb", "One step from the default: LSTM on Penn Treebank, momentum 0.9",
         dataclasses.replace(TABLES[4].setups["small"].config, warm_up=0, rounds=1000, momentum=0.9),
-        (0.3, 0.9, 2.7), _around(100), pairs=_with_default(_around(100)),
+        (0.3, 0.9, 2.7), [*_around(100), *map(_unmasked, _DENSITIES)],
+        pairs=[*_with_default(_around(100)), *_masked_or_not()],
     ),
     **EXPLANATIONS,
     **MAPS,
