@@ -1,6 +1,7 @@
 """Scenarios with the real Lightning and Accelerate."""
 
 import importlib.util
+import logging
 import os
 import sys
 import warnings
@@ -132,6 +133,39 @@ def accelerate_pair(at: Place) -> dict[str, Any]:
     moved = go(2.0)
     accelerator.load_state(str(at.folder / "accelerate-pair"))
     return {"saved": saved, "moved": moved, "loaded": [bits(state.state_dict()) for state in states]}
+
+
+def accelerate_adamw(at: Place) -> dict[str, Any]:
+    """The optimizer that Accelerate has wrapped gives its first beta to the memory, after load_state too."""
+    warnings.simplefilter("ignore")  # Accelerate's own
+    _as_under_torchrun(at)
+    from accelerate import Accelerator
+
+    from rtopk.adapters.accelerate import register
+
+    logging.getLogger("rtopk").setLevel(logging.ERROR)
+    accelerator = Accelerator(cpu=True)
+    network = torch.nn.Linear(8, 8)
+    model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters()))
+    state = register(accelerator, model, density=0.1, optimizer=optimizer)
+
+    def go() -> str:
+        for step in range(3):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.full((2, 8), 1.0 + step + at.rank)).square().mean())
+            optimizer.step()
+        return bits([bits(network), bits(state.state_dict()), bits(optimizer.state_dict())])
+
+    go()
+    accelerator.save_state(str(at.folder / "accelerate-adamw"))
+    once = go()
+    accelerator.load_state(str(at.folder / "accelerate-adamw"))
+    return {
+        "once": once,
+        "again": go(),
+        "betas": list(optimizer.param_groups[0]["betas"]),
+        "memory": sorted(state.state_dict()["memory"]),
+    }
 
 
 def accelerate(at: Place) -> dict[str, Any]:

@@ -132,13 +132,38 @@ def momentum_moves(at: Place) -> dict[str, Any]:
         ]
     for kind in (torch.optim.Adam, torch.optim.AdamW):
         found[kind.__name__] = _first_beta_moves(at, kind)
-    nadam = torch.optim.NAdam(model.parameters())
-    found["nadam"] = rtopk.ddp.register(wrap(model), optimizer=nadam).options.memory
+    found["others_stay"] = [_stays(kind, **has) for kind, has in OTHERS]
+    wrapped = torch.optim.AdamW(net().parameters())
+    found["innermost"] = rtopk.replicas.momentum.innermost(_Wrapping(_Wrapping(wrapped))) is wrapped
     kept = sgd(model, momentum=0.9)
     state = rtopk.ddp.register(wrap(model), memory="error-feedback", optimizer=kept)
     found["asked"] = [state.options.memory, kept.param_groups[0]["momentum"]]
     logging.getLogger("rtopk").setLevel(logging.NOTSET)
     return found
+
+
+# Their momentum is of something else than gradients, and Muon's weight decay has no part in it.
+OTHERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.NAdam, {"betas": (0.8, 0.99), "weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"momentum": 0.8, "weight_decay": 0.1}),
+]
+if hasattr(torch.optim, "Muon"):  # torch 2.9 has it
+    OTHERS.append((torch.optim.Muon, {"momentum": 0.8, "weight_decay": 0.1}))
+
+
+def _stays(kind: Any, **has: Any) -> bool:
+    """Whether register leaves an optimizer as it is, and keeps error feedback."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    optimizer = kind(model.parameters(), lr=0.1, **has)
+    state = rtopk.ddp.register(wrap(model), 0.1, optimizer=optimizer)
+    return optimizer.param_groups[0].items() >= has.items() and state.options.memory == "error-feedback"
+
+
+class _Wrapping(torch.optim.Optimizer):
+    """What Accelerate and Lightning make of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
 
 
 def _first_beta_moves(at: Place, kind: Any) -> dict[str, Any]:

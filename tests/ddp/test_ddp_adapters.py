@@ -18,7 +18,13 @@ def frameworks(shared: Path) -> Results:
         shared,
         "frameworks",
         2,
-        [adapters.lightning, adapters.lightning_skips, adapters.accelerate, adapters.accelerate_pair],
+        [
+            adapters.lightning,
+            adapters.lightning_skips,
+            adapters.accelerate,
+            adapters.accelerate_pair,
+            adapters.accelerate_adamw,
+        ],
     )
 
 
@@ -49,6 +55,14 @@ def test_accelerate_keeps_two_models_apart(frameworks: Results) -> None:
     for found in clean(frameworks, "accelerate_pair"):
         assert found["loaded"] == found["saved"] != found["moved"]
         assert found["saved"][0] != found["saved"][1]
+
+
+@pytest.mark.slow
+def test_accelerates_adamw_gives_its_first_beta_to_the_memory(frameworks: Results) -> None:
+    for found in clean(frameworks, "accelerate_adamw"):
+        assert found["again"] == found["once"]
+        assert found["betas"] == [0.0, 0.999]
+        assert found["memory"] == ["residual", "velocity"]
 
 
 @pytest.mark.slow

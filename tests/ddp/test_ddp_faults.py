@@ -118,7 +118,7 @@ def test_drift_is_found_at_the_next_check(pair: Results) -> None:
         ("aged", "RAgeK keeps a state"),
         ("clip_in_bucket", "use scope='global'"),
         ("momentum", "SGD has momentum=0.9: it would act twice"),
-        ("nadam", "NAdam has betas=(0.9, 0.999): it would act twice"),
+        ("nadam", "NAdam has betas=(0.9, 0.999), and only the momentum of SGD, Adam and AdamW can move"),
         ("momentum_in_step", "SGD has momentum=0.9: it would act twice"),
         ("adam_in_step", "Adam has betas=(0.9, 0.999)"),
         ("plain_sgd", "nothing raised"),

@@ -4,7 +4,8 @@ With error feedback, momentum amplifies stale gradients when they are finally se
 it at the nodes instead, before entries wait. A user has written SGD(momentum=0.9), or AdamW(betas=(0.9, 0.999)),
 so registration sets the 0.9 to 0 and gives it to the memory. SGD's weight decay stays, and momentum m used to
 multiply it, by 1 / (1 - m) in the long run; so it is multiplied by that. Adam divides by the size of what it sees,
-so nothing else changes there.
+so nothing else changes there. Other optimizers keep theirs: Muon and RMSprop, for two, apply it to something else
+than gradients, and it does not multiply Muon's weight decay.
 """
 
 import logging
@@ -13,13 +14,20 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from rtopk.memory import Memory, MomentumCorrection
 
 log = logging.getLogger("rtopk")
-ADAM = (Adam, AdamW)  # their momentum is the first beta
+MOVES = (SGD, Adam, AdamW)
 TAKEN = "rtopk_momentum"  # in a group of an optimizer: its momentum before; saved and loaded with it
+
+
+def innermost(optimizer: Optimizer | None) -> Optimizer | None:
+    """Return the optimizer that steps, without what Accelerate and Lightning wrap around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def memory_for(
@@ -49,13 +57,13 @@ def memory_for(
 def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool], level: int = logging.WARNING) -> None:
     """Set the momentum of the groups with our parameters to 0; again, if a checkpoint has brought it back."""
     for group in _groups(optimizer, owns):
-        momentum = _own(group, optimizer)
+        momentum = _own(group)
         if not momentum:
             continue
         if TAKEN not in group:
             group[TAKEN], changes = momentum, ""
-            if not isinstance(optimizer, ADAM):
-                decay = group.get("weight_decay", 0.0)
+            decay = group["weight_decay"] if isinstance(optimizer, SGD) else 0.0
+            if decay:
                 group["weight_decay"] = decay / (1.0 - momentum)
                 changes = (
                     f"; weight_decay {decay:g} becomes {group['weight_decay']:g}, which it used to multiply"
@@ -66,7 +74,7 @@ def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool], level: int =
                 "upwards. state.return_momentum() undoes this",
                 momentum, type(optimizer).__name__, changes,
             )  # fmt: skip
-        _set(group, optimizer, 0.0)
+        _set(group, 0.0)
 
 
 def hand_back(optimizer: Optimizer) -> None:
@@ -74,21 +82,19 @@ def hand_back(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         momentum = group.pop(TAKEN, None)
         if momentum is not None:
-            _set(group, optimizer, momentum)
-            if not isinstance(optimizer, ADAM):
+            _set(group, momentum)
+            if isinstance(optimizer, SGD):
                 group["weight_decay"] *= 1.0 - momentum
 
 
-def _own(group: dict[str, Any], optimizer: Optimizer) -> float:
-    """Return the momentum that a group has now and a memory could take over."""
-    if isinstance(optimizer, ADAM):
-        return float(group["betas"][0])
-    return float(group.get("momentum", 0.0))
+def _own(group: dict[str, Any]) -> float:
+    """Return the momentum that a group has now: a first beta is one."""
+    return float(group.get("momentum") or (group.get("betas") or (0.0,))[0])
 
 
-def _set(group: dict[str, Any], optimizer: Optimizer, momentum: float) -> None:
-    if isinstance(optimizer, ADAM):
-        group["betas"] = (momentum, group["betas"][1])
+def _set(group: dict[str, Any], momentum: float) -> None:
+    if "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])
     else:
         group["momentum"] = momentum
 
@@ -99,9 +105,16 @@ def _groups(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> list[dict[s
 
 def _of(group: dict[str, Any], optimizer: Optimizer) -> tuple[float, bool]:
     """Return momentum and Nesterov's form of a group."""
-    momentum = _own(group, optimizer) or float(group.get(TAKEN, 0.0))
-    if momentum and group.get("dampening"):
+    momentum = _own(group) or float(group.get(TAKEN, 0.0))
+    if not momentum:
+        return 0.0, False
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, MOVES):
+        has = f"betas={group['betas']}" if group.get("betas") else f"momentum={momentum:g}"
         raise ValueError(
-            f"{type(optimizer).__name__} has dampening={group['dampening']}, which no memory has; use dampening=0"
+            f"{kind} has {has}, and only the momentum of SGD, Adam and AdamW can move; set it to 0, or use "
+            "memory='error-feedback'"
         )
-    return momentum, bool(momentum and group.get("nesterov"))
+    if group.get("dampening"):
+        raise ValueError(f"{kind} has dampening={group['dampening']}, which no memory has; use dampening=0")
+    return momentum, bool(group.get("nesterov"))

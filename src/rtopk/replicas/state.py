@@ -92,6 +92,7 @@ class State:
 
     def _with_momentum(self, options: Options) -> Options:
         """Return options with a memory; it has the momentum of the optimizer if it takes that over."""
+        options = replace(options, optimizer=momentum.innermost(options.optimizer))
         memory, found = options.memory, None
         if options.optimizer is not None and memory in (None, "momentum-correction"):
             asked = memory is not None
