@@ -91,8 +91,9 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    state = rtopk.fsdp.register(model, mesh["replicate"], density=0.01, verify_every=50)  # the one line
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # What rtopk adds; the optimizer's first beta moves into the memory.
+    state = rtopk.fsdp.register(model, mesh["replicate"], 0.01, optimizer=optimizer, verify_every=50)
 
     step = resume(arguments.folder, model, optimizer, state)
     while step < arguments.steps:
