@@ -36,7 +36,7 @@ def exercise():
                 setattr(module, name, found.__wrapped__)
     torch.set_num_threads(1)
     kernels._stand_in = False  # torch's backend does not stand in for loops that are not compiled
-    rank.FEW = 16  # so that few entries make the histogram narrow
+    rank.ONE_BY_ONE_BELOW = 16  # so that few entries make the histogram narrow
     rng, search = np.random.default_rng(0), Search()
     for d in [65, 300, 3000] * 12 + [40_000] * 6:
         values = structured.vector(rng, d)[1]

@@ -21,6 +21,7 @@ from rtopk.codec import Codec
 from rtopk.flower.transaction import NOTHING, byte_tensor
 from rtopk.schedule import check_density
 from rtopk.sparse import SparseVector
+from rtopk.sparsifier import entries_sent
 
 ENTRY_BYTES = 32  # more than any codec needs for an entry: positions and values
 ROUNDS = 5  # whose norms are remembered
@@ -124,7 +125,7 @@ class Intake:
         self.size = size
         self.codec = Codec(fingerprint=fingerprint)
         sparse_size = size - dense_size
-        self.entries = dense_size + max(1, round(check_density(max_density, "max_density") * sparse_size))
+        self.entries = dense_size + entries_sent(sparse_size, check_density(max_density, "max_density"))
         self.bound = NormBound(outlier, max_norm)
         self.mean: Mean = mean
         self.weighted = weighted

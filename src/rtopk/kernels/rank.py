@@ -14,7 +14,7 @@ from rtopk.kernels.simd import GROUP, SIGNLESS, lowest, ones, scan_group
 
 SPARE = GROUP + 4  # free places that a group may need: keys are written four at a time
 BINS = 2048
-FEW = 65536  # fewer keys than this are examined one by one rather than counted in finer bins
+ONE_BY_ONE_BELOW = 65536  # fewer keys than this are examined one by one rather than counted in finer bins
 _SIGNLESS = np.int32(SIGNLESS)
 _ONE = np.uint64(1)
 
@@ -82,7 +82,7 @@ def rth_bin(parts: list[Any], r: int) -> tuple[Any, int]:
         over = int(above[place - 1]) if place else over
         held = int(above[place]) - over
         low += (bins - 1 - place) << shift
-        if shift == 0 or held < FEW:
+        if shift == 0 or held < ONE_BY_ONE_BELOW:
             break
         # As many bins as the last one is wide: keys above it are in `over` already.
         shift, bins = max(0, shift - 11), 1 << min(11, shift)
