@@ -134,6 +134,15 @@ def momentum_moves(at: Place) -> dict[str, Any]:
         found[kind.__name__] = _first_beta_moves(at, kind)
     nadam = torch.optim.NAdam(model.parameters())
     found["nadam"] = rtopk.ddp.register(wrap(model), optimizer=nadam).options.memory
+    # Momentum after scaling, and weight decay that momentum never multiplied: neither is SGD's.
+    scaled = torch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+    before = copy.deepcopy(scaled.state_dict())
+    memory = rtopk.ddp.register(wrap(model), optimizer=scaled).options.memory
+    found["rmsprop"] = [memory, scaled.state_dict() == before]
+    try:
+        rtopk.ddp.register(wrap(model), memory="momentum-correction", optimizer=scaled)
+    except ValueError as error:
+        found["rmsprop_asked"] = str(error)
     kept = sgd(model, momentum=0.9)
     state = rtopk.ddp.register(wrap(model), memory="error-feedback", optimizer=kept)
     found["asked"] = [state.options.memory, kept.param_groups[0]["momentum"]]

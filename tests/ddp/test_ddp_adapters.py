@@ -18,7 +18,13 @@ def frameworks(shared: Path) -> Results:
         shared,
         "frameworks",
         2,
-        [adapters.lightning, adapters.lightning_skips, adapters.accelerate, adapters.accelerate_pair],
+        [
+            adapters.lightning,
+            adapters.lightning_skips,
+            adapters.accelerate,
+            adapters.accelerate_pair,
+            adapters.accelerate_momentum,
+        ],
     )
 
 
@@ -49,6 +55,13 @@ def test_accelerate_keeps_two_models_apart(frameworks: Results) -> None:
     for found in clean(frameworks, "accelerate_pair"):
         assert found["loaded"] == found["saved"] != found["moved"]
         assert found["saved"][0] != found["saved"][1]
+
+
+@pytest.mark.slow
+def test_accelerate_hides_no_momentum(frameworks: Results) -> None:
+    for found in clean(frameworks, "accelerate_momentum"):
+        assert found["AdamW"] == [True, 0.8, 0.0, 0.1, "nothing raised"]
+        assert found["SGD"] == [True, 0.8, 0.0, 0.5, "nothing raised"]
 
 
 @pytest.mark.slow

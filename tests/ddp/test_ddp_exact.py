@@ -46,6 +46,8 @@ def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nester
             assert adam["bits"][0] == adam["bits"][1]
             assert adam["back"] == [[0.8, 0.95], 0.1, False]
         assert found["nadam"] == "error-feedback"
+        assert found["rmsprop"] == ["error-feedback", True]
+        assert "momentum=0.5 of RMSprop cannot move into a memory" in found["rmsprop_asked"]
         assert found["asked"] == ["error-feedback", 0.9]
 
 

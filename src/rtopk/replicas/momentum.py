@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from rtopk.memory import Memory, MomentumCorrection
 
@@ -82,7 +82,7 @@ def _own(group: dict[str, Any], optimizer: Optimizer) -> float:
     """Return the momentum that a group has now and a memory could take over."""
     if isinstance(optimizer, ADAM):
         return float(group["betas"][0])
-    return float(group.get("momentum", 0.0))
+    return float(group["momentum"]) if isinstance(optimizer, SGD) else 0.0
 
 
 def _set(group: dict[str, Any], optimizer: Optimizer, momentum: float) -> None:
@@ -99,6 +99,11 @@ def _groups(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> list[dict[s
 def _of(group: dict[str, Any], optimizer: Optimizer) -> tuple[float, bool]:
     """Return momentum and Nesterov's form of a group."""
     momentum = _own(group, optimizer) or float(group.get(TAKEN, 0.0))
+    if not momentum and group.get("momentum"):  # it may act after scaling, and not on weight decay
+        raise ValueError(
+            f"momentum={group['momentum']} of {type(optimizer).__name__} cannot move into a memory, only that of "
+            "SGD, Adam and AdamW; use memory='error-feedback'"
+        )
     if momentum and group.get("dampening"):
         raise ValueError(
             f"{type(optimizer).__name__} has dampening={group['dampening']}, which no memory has; use dampening=0"
