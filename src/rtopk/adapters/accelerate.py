@@ -46,7 +46,9 @@ def register(
     residuals differ between ranks.
     """
     scaler = options.pop("scaler", accelerator.scaler)
-    if isinstance(options.get("optimizer"), AcceleratedOptimizer):  # which kind it is, only the one inside tells
+    if isinstance(
+        options.get("optimizer"), AcceleratedOptimizer
+    ):  # which kind it is, only the one inside tells
         options["optimizer"] = options["optimizer"].optimizer
     state: ddp.State | fsdp.State
     if accelerator.distributed_type is DistributedType.FSDP:

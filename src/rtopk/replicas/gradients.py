@@ -116,8 +116,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     for state in list(_states):
         if state.takes_over and optimizer is state.options.optimizer:
             take_over(optimizer, state.owns)  # a checkpoint may have brought its momentum back
-        elif state.corrects_momentum:
-            refuse_momentum(optimizer, state)
     _use(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure) or not _states:
@@ -135,6 +133,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _use(optimizer: Optimizer) -> None:
     """Remove the gradients of skipped rounds from an optimizer that is about to step; means count as used."""
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for state in list(_states):
+        if state.corrects_momentum and not ids.isdisjoint(state.written.means):
+            refuse_momentum(optimizer, state)
     for written in list(_all):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
