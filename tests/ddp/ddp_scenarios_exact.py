@@ -104,6 +104,13 @@ def momentum_moves(at: Place) -> dict[str, Any]:
         saved, again = copy.deepcopy(optimizer.state_dict()), sgd(net(), momentum=0.5)
         again.load_state_dict(saved)
         memory = rtopk.replicas.momentum.memory_for(again, lambda parameter: True)
+        # Where the memory has no momentum, it is the optimizer's again.
+        leaves = net()
+        kept = sgd(leaves, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
+        other = rtopk.ddp.register(wrap(leaves), 0.05, memory="error-feedback", optimizer=kept)
+        kept.load_state_dict(saved)
+        train(other.model, kept, range(1), at.rank)
+        held_again = kept.param_groups[0]
         state.return_momentum()
         group = optimizer.param_groups[0]
         # Without the hook the optimizer goes on as before, though the state is still there; with it, it must not.
@@ -114,6 +121,7 @@ def momentum_moves(at: Place) -> dict[str, Any]:
             "held": held,
             "bits": trained,
             "again": memory().momentum,
+            "left": [held_again["momentum"], round(held_again["weight_decay"], 9)],
             "back": [group["momentum"], round(group["weight_decay"], 9), "rtopk_momentum" in group],
         }
     model = net()

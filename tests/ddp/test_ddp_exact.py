@@ -38,6 +38,7 @@ def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nester
         assert moved["held"] == [0.0, pytest.approx(0.05)]
         assert moved["bits"][0] == moved["bits"][1]
         assert moved["again"] == 0.8
+        assert moved["left"] == [0.8, 0.01]
         assert moved["back"] == [0.8, 0.01, False]
         assert moved["goes_on"] == ["nothing raised", True]
         assert "groups of SGD differ in (momentum, nesterov)" in found["differ"]

@@ -76,6 +76,7 @@ def hand_back(optimizer: Optimizer) -> None:
             _set(group, optimizer, momentum)
             if not isinstance(optimizer, ADAM):
                 group["weight_decay"] *= 1.0 - momentum
+            log.warning("momentum %g is back in %s", momentum, type(optimizer).__name__)
 
 
 def _own(group: dict[str, Any], optimizer: Optimizer) -> float:
