@@ -1,5 +1,6 @@
 """Scenarios with the real Lightning and Accelerate."""
 
+import copy
 import importlib.util
 import logging
 import os
@@ -166,6 +167,30 @@ def accelerate_adamw(at: Place) -> dict[str, Any]:
         "betas": list(optimizer.param_groups[0]["betas"]),
         "memory": sorted(state.state_dict()["memory"]),
     }
+
+
+def accelerate_momentum(at: Place) -> dict[str, Any]:
+    """`prepare` wraps an optimizer, and its momentum moves all the same; a checkpoint of before included."""
+    warnings.simplefilter("ignore")  # Accelerate's own
+    _as_under_torchrun(at)
+    from accelerate import Accelerator
+
+    from rtopk.adapters.accelerate import register
+
+    accelerator, found = Accelerator(cpu=True), {}
+    for kind, given in (("AdamW", {"betas": (0.8, 0.95)}), ("SGD", {"momentum": 0.8})):
+        network = torch.nn.Linear(8, 8)
+        own = getattr(torch.optim, kind)(network.parameters(), lr=0.01, weight_decay=0.1, **given)
+        model, optimizer = accelerator.prepare(network, own)
+        before = copy.deepcopy(optimizer.state_dict())
+        state = register(accelerator, model, density=0.1, optimizer=optimizer)
+        optimizer.load_state_dict(before)
+        accelerator.backward(model(torch.ones(2, 8)).square().mean())
+        said = attempt(optimizer.step)
+        group = own.param_groups[0]
+        moved = [group["betas"][0] if kind == "AdamW" else group["momentum"], round(group["weight_decay"], 9)]
+        found[kind] = [state.takes_over, state.groups[0].sparsifier.memory.momentum, *moved, said]
+    return found
 
 
 def accelerate(at: Place) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_parts import batch, bits, gap, loss_of, net, reference, sgd, train, wrap
+from ddp_scenarios_faults import attempt
 from ddp_worker import Place
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
@@ -98,16 +99,29 @@ def momentum_moves(at: Place) -> dict[str, Any]:
             wrap(plain), 0.05, memory=lambda nesterov=nesterov: MomentumCorrection(0.8, nesterov=nesterov)
         )
         train(other.model, sgd(plain, weight_decay=0.01 / (1.0 - 0.8)), range(5), at.rank)
+        trained = [bits(model), bits(plain)]
         # What was saved with momentum 0 says what it was.
         saved, again = copy.deepcopy(optimizer.state_dict()), sgd(net(), momentum=0.5)
         again.load_state_dict(saved)
         memory = rtopk.replicas.momentum.memory_for(again, lambda parameter: True)
+        # Where the memory has no momentum, it is the optimizer's again.
+        leaves = net()
+        kept = sgd(leaves, momentum=0.8, weight_decay=0.01, nesterov=nesterov)
+        other = rtopk.ddp.register(wrap(leaves), 0.05, memory="error-feedback", optimizer=kept)
+        kept.load_state_dict(saved)
+        train(other.model, kept, range(1), at.rank)
+        held_again = kept.param_groups[0]
         state.return_momentum()
         group = optimizer.param_groups[0]
+        # Without the hook the optimizer goes on as before, though the state is still there; with it, it must not.
+        plainly = attempt(train, DDP(model), optimizer, range(2), at.rank)
+        hooked = attempt(train, state.model, optimizer, range(1), at.rank)
         found[str(nesterov)] = {
+            "goes_on": [plainly, "it would act twice" in hooked],
             "held": held,
-            "bits": [bits(model), bits(plain)],
+            "bits": trained,
             "again": memory().momentum,
+            "left": [held_again["momentum"], round(held_again["weight_decay"], 9)],
             "back": [group["momentum"], round(group["weight_decay"], 9), "rtopk_momentum" in group],
         }
     model = net()
@@ -423,18 +437,23 @@ def epochs(at: Place) -> dict[str, Any]:
 
 
 def flushed(at: Place) -> dict[str, Any]:
-    """Three sparse steps, one that sends everything, one sparse step; in both scopes."""
+    """Three sparse steps, one that sends everything, one sparse step; in both scopes. A load forgets the flush."""
     found = {}
     for scope in ("global", "bucket"):
         model = net()
         state = rtopk.ddp.register(wrap(model), 0.05, scope=scope)
-        seen = []
+        seen, start = [], state.state_dict()
         for step in range(5):
             if step == 3:
                 state.flush()
             train(state.model, sgd(model), range(step, step + 1), at.rank)
             seen.append((state.stats.density, state.stats.residual_norm > 0.0))
-        found[scope] = [seen, bits(model)]
+        weights, again = bits(model), []
+        state.load_state_dict(start)
+        for step in range(5):
+            train(state.model, sgd(model), range(step, step + 1), at.rank)
+            again.append(state.stats.density)
+        found[scope] = [seen, weights, again]
     return found
 
 

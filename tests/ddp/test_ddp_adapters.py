@@ -24,6 +24,7 @@ def frameworks(shared: Path) -> Results:
             adapters.accelerate,
             adapters.accelerate_pair,
             adapters.accelerate_adamw,
+            adapters.accelerate_momentum,
         ],
     )
 
@@ -63,6 +64,13 @@ def test_accelerates_adamw_gives_its_first_beta_to_the_memory(frameworks: Result
         assert found["again"] == found["once"]
         assert found["betas"] == [0.0, 0.999]
         assert found["memory"] == ["residual", "velocity"]
+
+
+@pytest.mark.slow
+def test_accelerate_hides_no_momentum(frameworks: Results) -> None:
+    for found in clean(frameworks, "accelerate_momentum"):
+        assert found["AdamW"] == [True, 0.8, 0.0, 0.1, "nothing raised"]
+        assert found["SGD"] == [True, 0.8, 0.0, 0.5, "nothing raised"]
 
 
 @pytest.mark.slow

@@ -38,7 +38,9 @@ def test_momentum_moves_from_the_optimizer_into_the_memory(pair: Results, nester
         assert moved["held"] == [0.0, pytest.approx(0.05)]
         assert moved["bits"][0] == moved["bits"][1]
         assert moved["again"] == 0.8
+        assert moved["left"] == [0.8, 0.01]
         assert moved["back"] == [0.8, 0.01, False]
+        assert moved["goes_on"] == ["nothing raised", True]
         assert "groups of SGD differ in (momentum, nesterov)" in found["differ"]
         assert found["differ_stays"] == found["dampening_stays"] == [True, "error-feedback"]
         for adam in (found["Adam"], found["AdamW"]):
@@ -166,6 +168,7 @@ def test_a_flush_sends_the_whole_residual_and_then_the_density_is_as_before(pair
     for scope in ("global", "bucket"):
         assert one[scope][0] == [[0.05, True]] * 3 + [[1.0, False], [0.05, True]]
         assert one[scope][1] == two[scope][1]
+        assert one[scope][2] == two[scope][2] == [0.05] * 5, "what was loaded knows of no flush"
 
 
 def test_schedule_by_epoch(pair: Results) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, ParallelismConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +46,10 @@ def register(
     residuals differ between ranks.
     """
     scaler = options.pop("scaler", accelerator.scaler)
+    if isinstance(
+        options.get("optimizer"), AcceleratedOptimizer
+    ):  # which kind it is, only the one inside tells
+        options["optimizer"] = options["optimizer"].optimizer
     state: ddp.State | fsdp.State
     if accelerator.distributed_type is DistributedType.FSDP:
         mesh = _replicas(accelerator)

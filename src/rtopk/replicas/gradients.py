@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rtopk.replicas.momentum import take_over
+from rtopk.replicas.momentum import hand_back, take_over
 
 if TYPE_CHECKING:
     from rtopk.replicas.state import State
@@ -113,11 +113,12 @@ def watch(state: "State") -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    for state in list(_states):
-        if state.takes_over and optimizer is state.options.optimizer:
-            take_over(optimizer, state.owns, state.level)  # a checkpoint may have brought it back
-        elif state.corrects_momentum:
-            refuse_momentum(optimizer, state)
+    passed = [state for state in list(_states) if state.options.optimizer is optimizer]
+    for state in passed:
+        if state.takes_over:
+            take_over(optimizer, state.owns, state.level)  # a checkpoint may have brought its momentum back
+    if passed and not any(state.takes_over or state.corrects_momentum for state in passed):
+        hand_back(optimizer, passed[0].level)  # a checkpoint may be of a run whose memory had it: here nobody has
     _use(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure) or not _states:
@@ -135,6 +136,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _use(optimizer: Optimizer) -> None:
     """Remove the gradients of skipped rounds from an optimizer that is about to step; means count as used."""
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for state in list(_states):
+        if state.corrects_momentum and not ids.isdisjoint(state.written.means):
+            refuse_momentum(optimizer, state)
     for written in list(_all):
         for group in optimizer.param_groups:
             for parameter in group["params"]:

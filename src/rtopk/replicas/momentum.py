@@ -77,7 +77,7 @@ def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool], level: int =
         _set(group, 0.0)
 
 
-def hand_back(optimizer: Optimizer) -> None:
+def hand_back(optimizer: Optimizer, level: int = logging.WARNING) -> None:
     """Give an optimizer what `take_over` took."""
     for group in optimizer.param_groups:
         momentum = group.pop(TAKEN, None)
@@ -85,6 +85,7 @@ def hand_back(optimizer: Optimizer) -> None:
             _set(group, momentum)
             if isinstance(optimizer, SGD):
                 group["weight_decay"] *= 1.0 - momentum
+            log.log(level, "momentum %g is back in %s", momentum, type(optimizer).__name__)
 
 
 def _own(group: dict[str, Any]) -> float:

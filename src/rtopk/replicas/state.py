@@ -283,7 +283,7 @@ class State:
         for group, memory in zip(self.groups, flat, strict=True):
             group.load(memory)
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
-        self.skipping, self.skips_in_a_row, self._asked = False, 0, None
+        self.skipping, self.skips_in_a_row, self._asked, self._flushed = False, 0, None, -1
         self.settled = self.options.settled_from == 0
         self.end_round()
 
