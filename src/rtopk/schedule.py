@@ -12,7 +12,7 @@ Schedule = Callable[[int], float]
 
 def check_density(density: float, name: str = "density") -> float:
     """Return the density if it is in (0, 1]."""
-    if isinstance(density, str) or not 0.0 < density <= 1.0:
+    if density is None or isinstance(density, str | bool) or not 0.0 < density <= 1.0:
         raise ValueError(f"{name} must be in (0, 1], got {density!r}")
     return float(density)
 

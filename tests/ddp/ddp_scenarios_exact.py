@@ -135,6 +135,7 @@ def momentum_moves(at: Place) -> dict[str, Any]:
     stays = {
         "differ": groups,
         "dampening": [{"params": list(model.parameters()), "dampening": 0.5, "momentum": 0.5}],
+        "others": [{"params": [*model.parameters(), torch.nn.Parameter(torch.ones(3))], "momentum": 0.5}],
     }
     for name, kept in stays.items():
         optimizer = torch.optim.SGD(kept, lr=0.1)
@@ -181,7 +182,7 @@ class _Wrapping(torch.optim.Optimizer):
 
 
 def _first_beta_moves(at: Place, kind: Any) -> dict[str, Any]:
-    """Adam's momentum moves like SGD's; its weight decay stays as it is."""
+    """Adam's momentum moves like SGD's; weight decay that is added to the gradient grows, AdamW's does not."""
     model, plain = net(), net()
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
     optimizer = kind(model.parameters(), betas=(0.8, 0.95), **options)
@@ -193,6 +194,7 @@ def _first_beta_moves(at: Place, kind: Any) -> dict[str, Any]:
     optimizer.load_state_dict({**before, "state": optimizer.state_dict()["state"]})  # groups of before
     train(state.model, optimizer, range(3, 5), at.rank)
     other = rtopk.ddp.register(wrap(plain), 0.05, memory=lambda: MomentumCorrection(0.8))
+    options["weight_decay"] = 0.1 / (1.0 - 0.8) if kind is torch.optim.Adam else 0.1
     train(other.model, kind(plain.parameters(), betas=(0.0, 0.95), **options), range(5), at.rank)
     state.return_momentum()
     group = optimizer.param_groups[0]

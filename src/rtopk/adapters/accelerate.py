@@ -16,7 +16,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, ParallelismConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,10 +45,6 @@ def register(
     residuals differ between ranks.
     """
     scaler = options.pop("scaler", accelerator.scaler)
-    if isinstance(
-        options.get("optimizer"), AcceleratedOptimizer
-    ):  # which kind it is, only the one inside tells
-        options["optimizer"] = options["optimizer"].optimizer
     state: ddp.State | fsdp.State
     if accelerator.distributed_type is DistributedType.FSDP:
         mesh = _replicas(accelerator)

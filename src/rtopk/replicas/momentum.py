@@ -3,9 +3,9 @@
 With error feedback, momentum amplifies stale gradients when they are finally sent. Deep Gradient Compression keeps
 it at the nodes instead, before entries wait. A user has written SGD(momentum=0.9), or AdamW(betas=(0.9, 0.999)),
 so registration sets the 0.9 to 0 and gives it to the memory. SGD's weight decay stays, and momentum m used to
-multiply it, by 1 / (1 - m) in the long run; so it is multiplied by that. Adam divides by the size of what it sees,
-so nothing else changes there. Other optimizers keep theirs: Muon and RMSprop, for two, apply it to something else
-than gradients, and it does not multiply Muon's weight decay.
+multiply it, by 1 / (1 - m) in the long run; so it is multiplied by that. Adam adds its own to the gradient, which
+is now as much larger, so the same holds there; AdamW's is apart. Other optimizers keep their momentum: Muon and
+RMSprop, for two, apply it to something else than gradients.
 """
 
 import logging
@@ -38,8 +38,19 @@ def memory_for(
     If groups with our parameters differ, or have what a memory cannot take over: raise ValueError if the user asked
     for it, else say why the momentum stays where it is and return None.
     """
+    groups = _groups(optimizer, owns)
+    if not groups:
+        raise ValueError(
+            f"the {type(optimizer).__name__} that was given holds none of the parameters that are trained here; "
+            "pass the one that steps them, made after fully_shard"
+        )
     try:
-        found = {_of(group, optimizer) for group in _groups(optimizer, owns)}
+        found = {_of(group, optimizer) for group in groups}
+        if any(p.requires_grad and not owns(p) for group in groups for p in group["params"]):
+            raise ValueError(
+                f"a group of {type(optimizer).__name__} also has parameters of something else, which would lose "
+                "theirs; give the model's a group of their own, or use memory='error-feedback'"
+            )
         if len(found) > 1:
             raise ValueError(
                 f"groups of {type(optimizer).__name__} differ in (momentum, nesterov): {sorted(found)}, and one "
@@ -50,7 +61,7 @@ def memory_for(
             raise
         log.log(level, "momentum stays in the optimizer: %s", error)
         return None
-    momentum, nesterov = found.pop() if found else (0.0, False)
+    momentum, nesterov = found.pop()
     return partial(MomentumCorrection, momentum, nesterov=nesterov) if momentum else None
 
 
@@ -62,8 +73,8 @@ def take_over(optimizer: Optimizer, owns: Callable[[Tensor], bool], level: int =
             continue
         if TAKEN not in group:
             group[TAKEN], changes = momentum, ""
-            decay = group["weight_decay"] if isinstance(optimizer, SGD) else 0.0
-            if decay:
+            if _decays_gradients(optimizer, group):
+                decay = group["weight_decay"]
                 group["weight_decay"] = decay / (1.0 - momentum)
                 changes = (
                     f"; weight_decay {decay:g} becomes {group['weight_decay']:g}, which it used to multiply"
@@ -83,9 +94,15 @@ def hand_back(optimizer: Optimizer, level: int = logging.WARNING) -> None:
         momentum = group.pop(TAKEN, None)
         if momentum is not None:
             _set(group, momentum)
-            if isinstance(optimizer, SGD):
+            if _decays_gradients(optimizer, group):
                 group["weight_decay"] *= 1.0 - momentum
             log.log(level, "momentum %g is back in %s", momentum, type(optimizer).__name__)
+
+
+def _decays_gradients(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether weight decay is added to the gradient, before momentum or instead of it."""
+    apart = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay", False)
+    return bool(group.get("weight_decay", 0.0)) and not apart
 
 
 def _own(group: dict[str, Any]) -> float:

@@ -44,6 +44,7 @@ CHOICES = {
     "counts": Counts,
 }
 LEAST = {"dense_steps": 0, "verify_every": 0, "max_skips": 1}
+INTEGERS = (*LEAST, "seed")
 USED = {"optimizer": "param_groups", "scaler": "get_scale", "dense": "__call__"}  # of an object that is given
 OWN = {"dense", "scaler", "optimizer", "attach"}  # may differ between ranks; `dense` shows in the layout
 PRESETS: dict[str, dict[str, Any]] = {
@@ -131,7 +132,8 @@ class Options:
         """Fill in the defaults that depend on others; raise ValueError for what makes no sense."""
         if self.preset is not None:
             return replace(self, preset=None, **self._as_published()).resolved(nodes)
-        if isinstance(self.memory, str) and self.memory not in MEMORIES:
+        known = self.memory in MEMORIES if isinstance(self.memory, str) else callable(self.memory)
+        if self.memory is not None and not known:
             raise ValueError(f"memory must be one of {tuple(MEMORIES)} or a function that makes one, "
                              f"got {self.memory!r}")  # fmt: skip
         memory = self.make_memory()
@@ -147,6 +149,9 @@ class Options:
         for name, allowed in CHOICES.items():
             if getattr(found, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(found, name)!r}")
+        for name in INTEGERS:
+            if isinstance(given := getattr(found, name), bool) or not hasattr(given, "__index__"):
+                raise ValueError(f"{name} must be an integer, got {given!r}")
         for name, least in LEAST.items():
             if getattr(found, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(found, name)}")
