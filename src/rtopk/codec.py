@@ -21,7 +21,7 @@ from rtopk.kernels.threads import ranges, together
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
 from rtopk.wire import PayloadError, positions
-from rtopk.wire.checksum import payload_checksum, xxh64
+from rtopk.wire.bits import payload_checksum, xxh64
 from rtopk.wire.positions import position_bytes
 from rtopk.wire.values import BY_NAME, FORMS, NO_DRAWS, finite
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtopk.tools.cli.options import set_environment, wrong_use
+from rtopk.tools.cli import set_environment, wrong_use
 from rtopk.tools.show.intervals import judge, plus_minus
 
 if TYPE_CHECKING:
