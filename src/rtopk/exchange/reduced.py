@@ -21,6 +21,7 @@ from rtopk.transport import Swap, Transport
 
 OwnerDensity = float | Schedule | Literal["all"]
 DIGEST = 8  # bytes
+NOTE_BYTES = 8 + DIGEST  # size and digest, to every node before the parts
 
 
 class AllReduced:

@@ -17,7 +17,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,8 @@ from rtopk.kernels import subtract_
 from rtopk.seed import generator
 from rtopk.select import draw, rtop_k
 from rtopk.sparse import SparseVector
+from rtopk.sparsifier import entries_sent
+from rtopk.studies.bench import as_json as rows_as_json
 from rtopk.studies.bench import real
 from rtopk.wire.values import BY_NAME, FORMS
 
@@ -89,14 +91,14 @@ def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None
         for density in plan.densities:
             progress(f"uniform positions, d = {d:,}, density {density:.2%}")
             rng = generator("bench codec", d)
-            k = round(d * density)
+            k = entries_sent(d, density)
             vector = SparseVector(draw(d, k, rng), torch.randn(k, generator=rng), d)
             forms = tuple(BY_NAME) if d in plan.timed or density == 0.001 else ("fp32", "4bit")
             rows += _compare(vector, "uniform", forms, d in plan.timed, plan.runs, adds)
     progress("gradients of ResNet-18")
     gradient = real(plan.model_size, 1, plan.data_dir).vectors[0]
     for density in plan.densities:
-        k = round(gradient.numel() * density)
+        k = entries_sent(gradient.numel(), density)
         vector = SparseVector.gather(gradient, rtop_k(gradient, k, 5 * k, generator("bench codec", k)))
         rows += _compare(vector, "real", tuple(BY_NAME), True, plan.runs, adds)
     return Measured(rows, adds)
@@ -176,7 +178,7 @@ def _milliseconds(call: Callable[[], Any]) -> float:
 
 def as_json(measured: Measured) -> dict[str, Any]:
     """Return what `--json` prints."""
-    return {"rows": [asdict(row) for row in measured.rows], "add_ms": measured.add_ms}
+    return {**rows_as_json(measured.rows), "add_ms": measured.add_ms}
 
 
 def show(measured: Measured) -> None:
@@ -221,7 +223,7 @@ def measure_aggregation(
 ) -> Aggregation:
     """Aggregate random payloads; every client's positions are drawn uniformly, so nothing is in cache."""
     codec = Codec(fingerprint=1)
-    k = round(density * d)
+    k = entries_sent(d, density)
     offers = []
     for number in range(clients):
         rng = generator(0, "aggregate", number)

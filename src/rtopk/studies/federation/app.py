@@ -146,10 +146,7 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
         if not due or not server_round:
             return None
         load_arrays(run, arrays)
-        run.model.eval()
-        with torch.no_grad():
-            scores = run.task.evaluate(run.model)
-        run.model.train()
+        scores = run.scores()
         sent, received = sent_and_received(strategy, run, server_round)
         seconds = round(time.monotonic() - started, 3)
         curve.append(

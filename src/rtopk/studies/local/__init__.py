@@ -7,13 +7,11 @@ of the same steps around the published one. A best rate at the edge of a grid le
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtopk.studies.config import Part
+from rtopk.studies.config import Part, name_of
 from rtopk.studies.paper import TUNING_SEED
 from rtopk.studies.paper.reproduce import Tuning, search
 from rtopk.studies.train.records import Record, SeedRuns
@@ -49,8 +47,7 @@ class Run:
     @property
     def key(self) -> str:
         """Name this run, seed included, in 16 hexadecimal digits."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
-        return hashlib.blake2b(text, digest_size=8).hexdigest()
+        return name_of(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)

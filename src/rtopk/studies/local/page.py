@@ -8,6 +8,7 @@ from rtopk.studies.local import METHODS, OURS, TASKS, Found
 from rtopk.tools.show.intervals import plus_minus
 from rtopk.tools.show.palette import MARKERS, mixed, style
 from rtopk.tools.show.terminal import markdown as markdown_table
+from rtopk.tools.show.terminal import save_picture
 
 YARDSTICK = "SparseLoCo"
 
@@ -152,8 +153,7 @@ def draw(task: str, found: Sequence[Found], path: Path) -> None:
     figure.suptitle(f"{TASKS[task]}: a small GPT, four ranks, AdamW")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncol=5, fontsize=8)
     figure.tight_layout(rect=(0, 0.02 + 0.04 * -(-len(found) // 5), 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def _rule(label: str) -> str:

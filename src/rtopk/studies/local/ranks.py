@@ -6,7 +6,6 @@ rises for a twentieth of the steps and falls to a tenth as a cosine.
 
 import dataclasses
 import math
-import os
 import signal
 import tempfile
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -41,6 +40,7 @@ from rtopk.studies.local import Row, Run, find_all, missing
 from rtopk.studies.tasks.objectives import Prediction
 from rtopk.studies.train.loop import seeded
 from rtopk.studies.train.records import Record, Results, digest, environment
+from rtopk.studies.train.runner import leave_with_parent
 
 CLIP_NORM = 1.0
 LOOKUP = 20  # bytes of a SparseLoCo message beside its entries: four levels and their mean, fp32
@@ -205,7 +205,7 @@ class Ranks:
 def _serve(rank: int, nodes: int, meeting: str, orders: Connection) -> None:
     """Train what comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=nodes)
     while True:
@@ -215,13 +215,6 @@ def _serve(rank: int, nodes: int, meeting: str, orders: Connection) -> None:
             orders.send(traceback.format_exc())
             return
         orders.send(answer)
-
-
-def _leave_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None  # this is a rank
-    parent.join()
-    os._exit(1)
 
 
 # Labels and runs of a stage -> what is told of the keys that are done.

@@ -11,7 +11,7 @@ from typing import Any
 
 from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
-from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
+from rtopk.studies.paper import TABLES, Table, TableRow, study_of
 from rtopk.studies.paper.explanations import EXPLANATIONS
 from rtopk.studies.paper.regimes import MAPS
 
@@ -31,16 +31,10 @@ def _study(
     tuning_seeds: int = 0,
     pairs: Sequence[tuple[str, str]] = (),
 ) -> Table:
-    smoke = dataclasses.replace(
-        config, rounds=4, batch=4, evaluate_every=2, local_steps=2 * (config.setting == "federated")
-    )
     # By class, a rate that fails with one seed wins with another.
     seeds = tuning_seeds or (3 if config.setting == "federated" else 1)
-    setups: dict[Scale, Setup] = {
-        "smoke": Setup(smoke, rates[:1], 2, beyond=0),
-        "small": Setup(config, rates, config.rounds, tuning_seeds=seeds),
-    }
-    return Table(name, title, None, tuple(rows), setups, pairs=tuple(pairs))
+    steps = 2 * (config.setting == "federated")
+    return study_of(name, title, config, rates, rows, 0, seeds, pairs, batch=4, local_steps=steps)
 
 
 def _each(

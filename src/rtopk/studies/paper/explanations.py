@@ -10,7 +10,7 @@ from typing import Any
 
 from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
-from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
+from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow, study_of
 
 _LENGTH = ("rounds", "batch", "examples", "local_steps", "evaluate_every")  # smoke runs keep their own
 
@@ -142,12 +142,8 @@ def _agree(
         for batch in batches
         for method in _BOTH
     ]
-    smoke = dataclasses.replace(task, rounds=4, evaluate_every=2)
-    setups: dict[Scale, Setup] = {
-        "smoke": Setup(smoke, rates[:1], 2, beyond=0), "small": Setup(task, rates, task.rounds // 2),
-    }  # fmt: skip
     title = "Batch and nodes, which decide how far nodes agree, error feedback, 99 %"
-    return Table(f"study-{name}", title, None, tuple(rows), setups)
+    return study_of(f"study-{name}", title, task, rates, rows, task.rounds // 2)
 
 
 _CIFAR = TABLES[1].setups["small"].config

@@ -27,6 +27,7 @@ def compress(
 
     Accumulate, select and subtract, beside the floor and two rivals.
     """
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench import compress as bench
     from rtopk.studies.bench import compress_report as report
     from rtopk.tools.show.terminal import errors
@@ -36,7 +37,7 @@ def compress(
     with errors.status("") as status:
         measured = list(bench.measure(plan, status.update))
         if as_json:
-            print(json.dumps(bench.as_json([row for _, rows in measured for row in rows])))
+            print(json.dumps(to_json(row for _, rows in measured for row in rows)))
             return
         status.update("memory, second scans")
         extras = report.measure_extras(quick)
@@ -95,6 +96,7 @@ def link(
     Computation is replaced by waiting for as long as a real step takes on one core.
     """
     from rtopk.studies.bench import MODELS
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench import link as bench
     from rtopk.studies.bench import link_report as report
     from rtopk.tools.show.terminal import console, errors
@@ -131,11 +133,11 @@ def link(
         for cell in bench.measure(plan, tell, rows) if show is None else ():
             rows += cell
             if out is not None:
-                out.write_text(json.dumps(bench.as_json(rows), indent=1) + "\n")
+                out.write_text(json.dumps(to_json(rows), indent=1) + "\n")
     if picture is not None:
         report.draw_measured(rows, plan.nodes[0], picture)
     if as_json:
-        print(json.dumps(bench.as_json(rows)))
+        print(json.dumps(to_json(rows)))
     elif markdown:
         print(report.markdown(rows))
     else:
@@ -176,6 +178,7 @@ def exchange(
 
     Both exchanges, PowerSGD, Ok-Topk's bound and dense, on real gradients of ResNet-18 and of an LSTM.
     """
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench import exchange as bench
     from rtopk.tools.show import terminal
 
@@ -185,7 +188,7 @@ def exchange(
     if picture is not None:
         bench.draw(rows, picture)
     if as_json:
-        print(json.dumps(bench.as_json(rows)))
+        print(json.dumps(to_json(rows)))
         return
     for title, found in bench.panels(rows).items():
         cells = [bench.cells(row) for row in found]
@@ -202,15 +205,14 @@ def start(
     ranks: int = typer.Option(8, min=1, help="Ranks that start at once."),
 ) -> None:
     """Measure help, imports and the first step, cold and warm."""
-    from dataclasses import asdict
-
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench.start import measure
     from rtopk.tools.show.terminal import console, errors, table
 
     with errors.status("") as status:
         found = measure(runs, ranks, status.update if errors.is_terminal else errors.print)
     if as_json:
-        print(json.dumps({"rows": [asdict(row) for row in found]}))
+        print(json.dumps(to_json(found)))
         return
     cells = [[row.name, f"{row.seconds:.2f}", f"{row.cpu_seconds:.2f}"] for row in found]
     console.print(table(f"Start-up, median of {runs}", ["", "seconds", "CPU seconds"], cells))

@@ -13,7 +13,7 @@ Plain = dict[str, Any]
 
 def panel(title: str, series: Sequence[Series]) -> Plain:
     """Return everything that the plots of a panel show."""
-    measured = [one for one in series if one.measured]
+    measured = [one for one in series if one.records]
     shown = [_series(one) for one in measured]
     return {
         "title": title,
@@ -40,7 +40,7 @@ def _range(shown: Sequence[Plain], most: float) -> list[float] | None:
 
 def _series(one: Series) -> Plain:
     score, keys = one.score(), {"score": one.metric, "loss": "loss", "train_loss": "train_loss"}
-    has = one.measured[0]["final"]
+    has = one.records[0]["final"]
     curves = {name: one.curve(_reader(key)) for name, key in keys.items() if key in has}
     return {
         "label": one.label,
@@ -71,7 +71,7 @@ def per_round(one: Series, name: str) -> list[float | None]:
 
 def spent(one: Series) -> dict[str, float | None]:
     """Return the milliseconds that a node and round spend in each stage; empty where it was not measured."""
-    runs = [run for run in one.measured if "spent" in run["final"]]
+    runs = [run for run in one.records if "spent" in run["final"]]
     if not runs:
         return {}
     found = {}
