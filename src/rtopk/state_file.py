@@ -72,9 +72,9 @@ def write_atomically(path: Path, data: bytes) -> None:
             draft.unlink()  # of a write that failed
 
 
-def digest(value: object, size: int = 32) -> bytes:
+def digest(value: object) -> bytes:
     """Name the exact content of tensors and plain values, in any nest of dictionaries."""
-    hashed = hashlib.blake2b(digest_size=size)
+    hashed = hashlib.blake2b(digest_size=32)
 
     def feed(value: object) -> None:
         if isinstance(value, Mapping):

@@ -45,7 +45,7 @@ class Offer:
 
 
 @dataclass
-class Verdict:
+class Judgement:
     """The result of judging the offers of a round."""
 
     taken: list[Offer] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Intake:
             raise RefusedError(str(error)) from error
 
     def judged(
-        self, offers: Iterable[Offer], target: Tensor, verdict: Verdict
+        self, offers: Iterable[Offer], target: Tensor, verdict: Judgement
     ) -> Iterator[tuple[Offer, SparseVector]]:
         """Yield the offers that pass with their vectors, one decoded at a time; `target` is the model."""
         offers = sorted(offers, key=lambda o: client_order(o.client))
@@ -174,9 +174,9 @@ class Intake:
                 absurd, len(offers), limit, self.bound.max_norm,
             )  # fmt: skip
 
-    def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Verdict]:
+    def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Judgement]:
         """Average what passes, None if nothing does; decodes one offer at a time."""
-        verdict = Verdict()
+        verdict = Judgement()
         mean = self._mean(self.judged(offers, target, verdict))
         return mean, verdict
 

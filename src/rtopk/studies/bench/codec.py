@@ -73,7 +73,7 @@ class CodecRow:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CodecTimes:
     """Rows, and the time of one add_ over d beside them."""
 
     rows: list[CodecRow]
@@ -83,7 +83,7 @@ class Measured:
 Way = tuple[str, str, Callable[[], Any], Callable[[Any], Any], Callable[[Any], int], float]
 
 
-def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None) -> Measured:
+def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None) -> CodecTimes:
     """Measure every way on uniform positions and on positions of real gradients."""
     rows: list[CodecRow] = []
     adds: dict[int, float] = {}
@@ -101,7 +101,7 @@ def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None
         k = entries_sent(gradient.numel(), density)
         vector = SparseVector.gather(gradient, rtop_k(gradient, k, 5 * k, generator("bench codec", k)))
         rows += _compare(vector, "real", tuple(BY_NAME), True, plan.runs, adds)
-    return Measured(rows, adds)
+    return CodecTimes(rows, adds)
 
 
 def bound_bits(d: int, k: int) -> float:
@@ -176,12 +176,12 @@ def _milliseconds(call: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def as_json(measured: Measured) -> dict[str, Any]:
+def as_json(measured: CodecTimes) -> dict[str, Any]:
     """Return what `--json` prints."""
     return {**rows_as_json(measured.rows), "add_ms": measured.add_ms}
 
 
-def show(measured: Measured) -> None:
+def show(measured: CodecTimes) -> None:
     """Print a table; time is also given in percent of one add_ over d."""
     from rich.console import Console
 
@@ -200,7 +200,7 @@ def show(measured: Measured) -> None:
 
 
 @dataclass(frozen=True)
-class Aggregation:
+class AggregationTimes:
     """One aggregation."""
 
     clients: int
@@ -220,7 +220,7 @@ class Aggregation:
 
 def measure_aggregation(
     clients: int = 100, d: int = RESNET, density: float = 0.01, runs: int = 7
-) -> Aggregation:
+) -> AggregationTimes:
     """Aggregate random payloads; every client's positions are drawn uniformly, so nothing is in cache."""
     codec = Codec(fingerprint=1)
     k = entries_sent(d, density)
@@ -245,7 +245,7 @@ def measure_aggregation(
             times[name].append(_milliseconds(way))
     times["first"] = [_milliseconds(lambda: _intake(d, density, known=0).average(offers, model))]
     best = {name: min(found) for name, found in times.items()}
-    return Aggregation(
+    return AggregationTimes(
         clients, d, density, sum(len(o.payload) for o in offers), best["floor"], best["torch"], best["decode"],
         best["average"], best["first"], best["average"] / best["floor"], 4 * d, peak, peak / (4 * d),
     )  # fmt: skip

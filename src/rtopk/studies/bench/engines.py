@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rtopk.fsdp
 from rtopk.studies.bench import StandIn, Wait
-from rtopk.studies.bench.link_methods import Measured, Parts, RTopK
+from rtopk.studies.bench.link_methods import Measured, OurHook, Parts
 from rtopk.studies.bench.ranks import Rank
 
 RANKS = 2  # per site
@@ -71,7 +71,7 @@ class ShardedStandIn(nn.Module):
         return start.sum()
 
 
-class Sharded:
+class ShardedMethod:
     """A method on a sharded model: "off", "hsdp" or "rtopk"."""
 
     def __init__(self, stand_in: StandIn, method: str, density: float | None, values: str | None) -> None:
@@ -80,12 +80,12 @@ class Sharded:
         self.module = ShardedStandIn(stand_in)
         for module in (*self.module.blocks, self.module):
             fully_shard(module, mesh=mesh if method == "hsdp" else mesh["shard"])
-        self._ours: RTopK | None = None
+        self._ours: OurHook | None = None
         if method == "rtopk":
             state = rtopk.fsdp.register(
                 self.module, mesh["replicate"], density=density or 0.0, values=values or "fp32"
             )
-            self._ours = RTopK(state)
+            self._ours = OurHook(state)
         elif method == "hsdp":
             self.payload = sum(4 * p.to_local().numel() for p in self.module.parameters())  # type: ignore[attr-defined]
         elif method != "off":
@@ -96,7 +96,7 @@ class Sharded:
         return self._ours.finish() if self._ours is not None else Parts(payload=getattr(self, "payload", 0))
 
 
-class Replica:
+class ReplicaMethod:
     """A method on one replica: "off", "diloco" (torchft's) or "rtopk"."""
 
     lighthouses = 0
@@ -122,8 +122,8 @@ class Replica:
 
         import rtopk.torchft
 
-        port = PORT + Replica.lighthouses
-        Replica.lighthouses += 1
+        port = PORT + ReplicaMethod.lighthouses
+        ReplicaMethod.lighthouses += 1
         if dist.get_rank() == 0:
             self._lighthouse = LighthouseServer(bind=f"[::]:{port}", min_replicas=dist.get_world_size())
         dist.barrier()
@@ -181,23 +181,23 @@ class EngineRank(Rank):
     @property
     def module(self) -> nn.Module:
         """What a step runs."""
-        return cast(Sharded | Replica, self.current).module
+        return cast(ShardedMethod | ReplicaMethod, self.current).module
 
 
 class SiteRank(EngineRank):
     """A rank of a site."""
 
-    kind = Sharded
+    kind = ShardedMethod
 
 
 class ReplicaRank(EngineRank):
     """A replica."""
 
-    kind = Replica
+    kind = ReplicaMethod
 
     def after_backward(self) -> None:
         """Take the local step; torchft's hook synchronises after it."""
-        cast(Replica, self.current).inner.step()
+        cast(ReplicaMethod, self.current).inner.step()
 
 
 def _address() -> str:

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor
 
 from rtopk.flower import RTopKMod, RTopKStrategy
-from rtopk.flower.ledger import data_bytes
+from rtopk.flower.records import data_bytes
 from rtopk.local.outer import by_name
 from rtopk.select import Selector
 from rtopk.state_file import write_atomically

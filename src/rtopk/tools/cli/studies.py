@@ -400,7 +400,7 @@ def gpt(
     if not recorded:
         with ExitStack() as stack:
 
-            def stage(wanted: Sequence[tuple[str, local.Run]]) -> Any:
+            def stage(wanted: Sequence[tuple[str, local.LocalRun]]) -> Any:
                 stack.close()  # the display of the stage before
                 return stack.enter_context(runs_progress([(run.key, label, 1) for label, run in wanted]))
 
