@@ -90,6 +90,13 @@ class Table:
         return [dataclasses.replace(_of(scale, config, row, rate), seed=seed) for seed in range(seeds)]
 
 
+def row_with(
+    method: str, note: str = "", density: float = 0.01, mean: Mean = "nodes", **options: Any
+) -> TableRow:
+    """Make a row of our own, at 99 % if nothing else is said, with these options of `Config`."""
+    return TableRow(method, density, None, mean, note, tuple(sorted(options.items())))
+
+
 def study_of(
     name: str,
     title: str,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
-from rtopk.studies.paper import TABLES, Table, TableRow, study_of
+from rtopk.studies.paper import TABLES, Table, TableRow, row_with, study_of
 
 DENSITY = 0.01
 MEANS: tuple[Mean, ...] = ("nodes", "received")
@@ -53,9 +53,9 @@ class Design:
         options = {name: value for _, own in levels for name, value in own.items()}
         note = ", ".join(words for words, _ in levels)
         if rule == "top-k":
-            return TableRow("top-k", DENSITY, None, mean, note, tuple(sorted(options.items())))
+            return row_with("top-k", note, DENSITY, mean, **options)
         options["r_over_k"] = RULES[rule] or float(options["nodes"])
-        return TableRow("rtop-k", DENSITY, None, mean, f"{note}, {rule}", tuple(sorted(options.items())))
+        return row_with("rtop-k", f"{note}, {rule}", DENSITY, mean, **options)
 
     @property
     def jobs(self) -> list[tuple[int, ...]]:
