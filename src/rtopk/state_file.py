@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,6 +98,11 @@ def digest_bits(*tensors: Tensor, size: int = 16) -> bytes:
     for tensor in tensors:
         hashed.update(bits(tensor))
     return hashed.digest()
+
+
+def byte_tensor(data: bytes) -> Tensor:
+    """Return bytes as a tensor of uint8."""
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
 
 
 def bits(tensor: Tensor) -> Any:

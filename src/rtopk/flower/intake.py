@@ -18,9 +18,10 @@ from torch import Tensor
 
 from rtopk.aggregate import Mean, RunningMean
 from rtopk.codec import Codec
-from rtopk.flower.transaction import NOTHING, byte_tensor
+from rtopk.flower.transaction import NOTHING
 from rtopk.schedule import check_density
 from rtopk.sparse import SparseVector
+from rtopk.state_file import byte_tensor
 
 ENTRY_BYTES = 32  # more than any codec needs for an entry: positions and values
 ROUNDS = 5  # whose norms are remembered
