@@ -12,10 +12,11 @@ import sys
 import time
 
 import pytest
-from records import a_table
+from records import a_table, made_up
 
 from rtopk.tools.report.inputs import Inputs, Study
 from rtopk.tools.report.page import Page
+from rtopk.tools.show import palette
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -189,6 +190,19 @@ def test_nothing_overflows_a_phone(scheme, browser, page):
     ink = browser.execute_script("return document.querySelector('#curve-0 .plot').layout.font.color")
     assert ink == ("#1b1d21" if scheme == "light" else "#eceef1")
     assert browser.get_log("browser") == []
+
+
+def test_the_last_colour_of_the_palette_is_its_own(browser, tmp_path):
+    """The script wraps round where `palette.slot` does: not before the last method."""
+    path = tmp_path / "report.html"
+    path.write_text(Page(Inputs([made_up("top-k"), made_up(palette.METHODS[-1])])).html())
+    show(browser, path.as_uri())
+    code = (
+        "return document.querySelector('#headline-0 .plot').data.filter(t => t.marker)"
+        ".map(t => [t.marker.symbol, t.marker.color])"
+    )
+    expected = [[palette.PLOTLY_MARKERS[at], palette.LIGHT[at]] for at in (1, len(palette.METHODS) - 1)]
+    assert browser.execute_script(code) == expected
 
 
 def test_the_first_screen_has_the_headline(browser, page):
