@@ -20,8 +20,9 @@ from rtopk.kernels.host import fetch, send
 from rtopk.kernels.threads import ranges, together
 from rtopk.seed import derive, generator
 from rtopk.sparse import SparseVector
+from rtopk.state_file import byte_tensor
 from rtopk.wire import PayloadError, positions
-from rtopk.wire.checksum import payload_checksum, xxh64
+from rtopk.wire.bits import payload_checksum, xxh64
 from rtopk.wire.positions import position_bytes
 from rtopk.wire.values import BY_NAME, FORMS, NO_DRAWS, finite
 
@@ -99,7 +100,7 @@ class Codec:
     def shorten(self, payload: Tensor) -> Tensor:
         """Return a payload without the part of its header that a receiver with the same codec and d knows."""
         _, _, _, form, _, _, head, tail, _, checksum = HEADER.unpack(bytes(payload[: HEADER.size].numpy()))
-        short = torch.frombuffer(bytearray(SHORT.pack(form, head, tail, checksum)), dtype=torch.uint8)
+        short = byte_tensor(SHORT.pack(form, head, tail, checksum))
         return torch.cat([short, payload[HEADER.size :]])
 
     def lengthen(self, short: Tensor, size: int) -> Tensor:
@@ -109,7 +110,7 @@ class Codec:
         form, head, tail, checksum = SHORT.unpack(bytes(short[: SHORT.size].cpu().numpy()))
         flags, number = PADDED if self.fixed else 0, BY_NAME[self.values]
         raw = HEADER.pack(MAGIC, VERSION, flags, form, number, size, head, tail, self.fingerprint, checksum)
-        return torch.cat([torch.frombuffer(bytearray(raw), dtype=torch.uint8), short[SHORT.size :].cpu()])
+        return torch.cat([byte_tensor(raw), short[SHORT.size :].cpu()])
 
     def encode(self, vector: SparseVector, rng: torch.Generator | None = None) -> Tensor:
         """Return the payload of a vector: 1-D uint8, always on the CPU."""

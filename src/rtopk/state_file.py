@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,9 +73,9 @@ def write_atomically(path: Path, data: bytes) -> None:
             draft.unlink()  # of a write that failed
 
 
-def digest(value: object, size: int = 32) -> bytes:
+def digest(value: object) -> bytes:
     """Name the exact content of tensors and plain values, in any nest of dictionaries."""
-    hashed = hashlib.blake2b(digest_size=size)
+    hashed = hashlib.blake2b(digest_size=32)
 
     def feed(value: object) -> None:
         if isinstance(value, Mapping):
@@ -97,6 +98,11 @@ def digest_bits(*tensors: Tensor, size: int = 16) -> bytes:
     for tensor in tensors:
         hashed.update(bits(tensor))
     return hashed.digest()
+
+
+def byte_tensor(data: bytes) -> Tensor:
+    """Return bytes as a tensor of uint8."""
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
 
 
 def bits(tensor: Tensor) -> Any:

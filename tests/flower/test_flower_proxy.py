@@ -7,8 +7,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
-from rtopk.flower.ledger import ByteLedger, content_bytes
-from rtopk.flower.records import payload_array
+from rtopk.flower.records import ByteLedger, content_bytes, payload_array
 from rtopk.studies.federation.engines import CountingProxy
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rtopk import PayloadError, SparseVector
 from rtopk.seed import generator
 from rtopk.select import draw
-from rtopk.wire.checksum import payload_checksum
+from rtopk.wire.bits import payload_checksum
 
 FORMS = ("fp32", "fp16", "bf16", "int8", "4bit", "2bit")
 

@@ -113,7 +113,7 @@ def test_checksum_is_xxh64():
     known.append((b"Nobody inspects the spammish repetition", 0, 0xFBCEA83C8A378BF1))
     import numpy as np
 
-    from rtopk.wire.checksum import xxh64
+    from rtopk.wire.bits import xxh64
 
     for text, seed, expected in known:
         assert expected is None or wire_twin.xxh64(text, seed) == expected

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rtopk.ddp.refusals import refuse_join, trainable
 from rtopk.kernels.host import promise
 from rtopk.replicas import state
 from rtopk.replicas.gradients import mean_in
-from rtopk.replicas.options import Options
+from rtopk.replicas.options import Options, plain_name
 from rtopk.replicas.rounds import Round
 from rtopk.transport import AllGather
 
@@ -59,7 +58,7 @@ class State(state.State):
 
     def begin(self) -> Round:
         """Begin a round."""
-        refuse_join(self.model)
+        _refuse_join(self.model)
         self.round, self.buckets, self.gradients = Round(self), [], {}
         return self.round
 
@@ -68,6 +67,25 @@ class State(state.State):
         super().end_round()
         self.buckets, self.gradients = [], {}
         self.used.clear()
+
+
+def trainable(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters that DDP reduces, by their names in the plain model."""
+    ignored = model.parameters_to_ignore
+    return {
+        plain_name(name): parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
+def _refuse_join(model: DistributedDataParallel) -> None:
+    """Raise RuntimeError inside `model.join()`: it shadows the hook's collective with an all-reduce."""
+    if model._join_config.enable:
+        raise RuntimeError(
+            "DDP's join() (uneven inputs) does not run communication hooks on ranks that are done, so the "
+            "others would wait for ever; give all ranks the same number of batches"
+        )
 
 
 def take(state: State, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":  # type: ignore[name-defined]

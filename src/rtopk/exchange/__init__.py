@@ -19,12 +19,13 @@ from torch import Tensor
 
 from rtopk.codec import Codec
 from rtopk.exchange.gathered import AllGathered, Gathering
-from rtopk.exchange.reduced import AllReduced, OwnerDensity, Reducing
+from rtopk.exchange.reduced import NOTE_BYTES, AllReduced, OwnerDensity, Reducing
 from rtopk.exchange.vector import OWNER, Message, Spans, Traffic, Vector
 from rtopk.schedule import Schedule, check_density
 from rtopk.transport import Transport, wait_for
 
 __all__ = [
+    "NOTE_BYTES",
     "OWNER",
     "AllGathered",
     "AllReduced",

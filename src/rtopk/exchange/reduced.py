@@ -17,10 +17,12 @@ from rtopk.exchange.vector import OWNER, Spans, Traffic, Vector, distributed, re
 from rtopk.schedule import Schedule, as_schedule, check_density
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import entries_sent
+from rtopk.state_file import byte_tensor
 from rtopk.transport import Swap, Transport
 
 OwnerDensity = float | Schedule | Literal["all"]
 DIGEST = 8  # bytes
+NOTE_BYTES = 8 + DIGEST  # size and digest, to every node before the parts
 
 
 class AllReduced:
@@ -125,7 +127,7 @@ class Reducing:
         self._transport = transport = distributed(exchanges[0].transport)
         parts = [exchange.codec.parts(payload) for exchange, payload in zip(exchanges, payloads, strict=True)]
         digest = hashlib.blake2b(bytes(header.numpy()), digest_size=DIGEST).digest()
-        note = torch.cat([torch.frombuffer(bytearray(digest), dtype=torch.uint8), flags.cpu()])
+        note = torch.cat([byte_tensor(digest), flags.cpu()])
         bundles = [bundled(to_rank) for to_rank in zip(*parts, strict=True)]
         self._swap = Swap(transport, bundles, note, _agree)
         self.sent, self.received = self._swap.sent, self._swap.received

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from torch import Tensor
 
 from rtopk.flower.inner import snapshot, undo
-from rtopk.flower.intake import Intake, Offer, Verdict
+from rtopk.flower.intake import Intake, Judgement, Offer
 from rtopk.flower.records import Model, the_arrays
 from rtopk.flower.replies import reason_of
 from rtopk.kernels import require_finite
@@ -68,7 +68,7 @@ class Aggregation:
 
     def each(self, refuse: Refuse) -> Outcome | None:
         """Pass every client's weights to the inner strategy."""
-        verdict, contents = Verdict(), {}
+        verdict, contents = Judgement(), {}
         for offer, vector in self.intake.judged(self.offers, self.target, verdict):
             own, content = self.target.clone(), self.offers[offer].content
             own[vector.indices] -= vector.values
@@ -78,7 +78,7 @@ class Aggregation:
         return self._aggregate(lambda taken: self._each({o: contents[o] for o in taken}), verdict, refuse)
 
     def _aggregate(
-        self, act: Callable[[Sequence[Offer]], Outcome], verdict: Verdict, refuse: Refuse
+        self, act: Callable[[Sequence[Offer]], Outcome], verdict: Judgement, refuse: Refuse
     ) -> Outcome | None:
         self.intake.bound.note(verdict.norms)
         for offer, reason in verdict.refused.items():

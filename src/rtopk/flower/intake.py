@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rtopk.aggregate import Mean, RunningMean
 from rtopk.codec import Codec
-from rtopk.flower.transaction import NOTHING, byte_tensor
+from rtopk.flower.transaction import NOTHING
 from rtopk.schedule import check_density
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import entries_sent
+from rtopk.state_file import byte_tensor
 
 ENTRY_BYTES = 32  # more than any codec needs for an entry: positions and values
 ROUNDS = 5  # whose norms are remembered
@@ -46,7 +47,7 @@ class Offer:
 
 
 @dataclass
-class Verdict:
+class Judgement:
     """The result of judging the offers of a round."""
 
     taken: list[Offer] = field(default_factory=list)
@@ -149,7 +150,7 @@ class Intake:
             raise RefusedError(str(error)) from error
 
     def judged(
-        self, offers: Iterable[Offer], target: Tensor, verdict: Verdict
+        self, offers: Iterable[Offer], target: Tensor, verdict: Judgement
     ) -> Iterator[tuple[Offer, SparseVector]]:
         """Yield the offers that pass with their vectors, one decoded at a time; `target` is the model."""
         offers = sorted(offers, key=lambda o: client_order(o.client))
@@ -175,9 +176,9 @@ class Intake:
                 absurd, len(offers), limit, self.bound.max_norm,
             )  # fmt: skip
 
-    def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Verdict]:
+    def average(self, offers: Iterable[Offer], target: Tensor) -> tuple[Tensor | None, Judgement]:
         """Average what passes, None if nothing does; decodes one offer at a time."""
-        verdict = Verdict()
+        verdict = Judgement()
         mean = self._mean(self.judged(offers, target, verdict))
         return mean, verdict
 

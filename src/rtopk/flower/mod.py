@@ -25,13 +25,13 @@ from rtopk.flower.downlink import Kind, OutOfStepError, Update, follow
 from rtopk.flower.intake import look_up
 from rtopk.flower.records import HEADER, PAYLOAD, Model, payload_array, payload_bytes, the_arrays, with_header
 from rtopk.flower.store import ContextStore, FileStore, Store
-from rtopk.flower.transaction import Acknowledgement, Freshness, Transaction, byte_tensor
+from rtopk.flower.transaction import Acknowledgement, Freshness, Transaction
 from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule
 from rtopk.seed import derive
 from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
-from rtopk.state_file import StateError, digest_bits
+from rtopk.state_file import StateError, byte_tensor, digest_bits
 
 log = logging.getLogger("rtopk.flower")
 Value = TypeVar("Value", int, bytes)

@@ -15,8 +15,7 @@ import numpy as np
 from flwr.app import Array, Message, MetricRecord, RecordDict
 
 from rtopk.flower.intake import Offer, RefusedError, median
-from rtopk.flower.ledger import ByteLedger
-from rtopk.flower.records import HEADER, PAYLOAD, Model, payload_bytes, the_arrays
+from rtopk.flower.records import HEADER, PAYLOAD, ByteLedger, Model, payload_bytes, the_arrays
 from rtopk.flower.roster import Roster
 
 CLIENT_LIMIT = 128  # characters of a client id

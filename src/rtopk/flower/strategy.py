@@ -22,8 +22,7 @@ from rtopk.flower import inner as flowers
 from rtopk.flower.aggregation import Aggregation, without_failing
 from rtopk.flower.downlink import Versions
 from rtopk.flower.intake import Intake, Offer, RefusedError
-from rtopk.flower.ledger import ByteLedger
-from rtopk.flower.records import Model
+from rtopk.flower.records import ByteLedger, Model
 from rtopk.flower.replies import WEIGHT_LIMIT, Expected, ReplyCheck, read_offer, weight_of
 from rtopk.flower.roster import Rebind, Roster, Sender
 from rtopk.layout import DenseRule, one_dimensional

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from rtopk.codec import PayloadError
 from rtopk.memory import give_back
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
+from rtopk.state_file import byte_tensor
 
 NOTHING = -1  # "no round accepted"
 log = logging.getLogger("rtopk.flower")
@@ -155,8 +154,3 @@ class Transaction:
             pending["reply"].numpy().tobytes(),
             SparseVector(*pending["sent"]) if pending.get("sent") else None,
         )
-
-
-def byte_tensor(data: bytes) -> Tensor:
-    """Return bytes as a tensor of uint8."""
-    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))

@@ -28,7 +28,7 @@ from rtopk.replicas.control import RanksDisagree, by_rank
 from rtopk.replicas.options import Options
 from rtopk.replicas.rounds import Round
 from rtopk.seed import derive
-from rtopk.state_file import StateError
+from rtopk.state_file import StateError, byte_tensor
 from rtopk.transport import AllGather
 
 TOLD = 512  # bytes of an outcome that a rank tells the other shards
@@ -77,7 +77,7 @@ class State(state.State):
         """Tell the other shards of this replica whether to skip or to raise, and do as they do."""
         here = f"step {self.step}, density {self.density(self.step):.6g}, scale {self.scale:g}"
         word = f"!{error}" if error is not None else f"?{refusal}" if refusal else f"={here}"
-        message = torch.frombuffer(bytearray(word.encode()[:TOLD].ljust(TOLD)), dtype=torch.uint8)
+        message = byte_tensor(word.encode()[:TOLD].ljust(TOLD))
         told = [
             bytes(other.tolist()).rstrip().decode(errors="ignore")
             for other in self.within.exchange([message])

@@ -23,7 +23,7 @@ from rtopk.memory import ErrorFeedback, Memory
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.select import Chunked, Selector, as_rule
 from rtopk.sparsifier import Sparsifier
-from rtopk.state_file import digest_bits
+from rtopk.state_file import byte_tensor, digest_bits
 from rtopk.transport import AllGather, InProcess, Transport
 
 __all__ = ["PRESETS", "CommonWeights", "LocalSGD"]
@@ -179,7 +179,7 @@ class LocalSGD:
 
     def _check_common(self, gather: AllGather) -> None:
         own = digest_bits(*(fragment.common for fragment in self.fragments))
-        names = gather.start(torch.frombuffer(bytearray(own), dtype=torch.uint8)).wait()
+        names = gather.start(byte_tensor(own)).wait()
         different = sum(not torch.equal(other, names[0]) for other in names)
         if different:
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rtopk.exchange import OWNER
 from rtopk.replicas.control import by_rank
-from rtopk.state_file import Format, StateError, digest, write_atomically
+from rtopk.state_file import Format, StateError, byte_tensor, digest, write_atomically
 from rtopk.transport import AllGather
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 
 def gather(own: "State") -> list[dict[str, Any]] | None:
     """Bring the states of all ranks to rank 0, for frameworks that write one file; None on the others."""
-    parts = [torch.frombuffer(bytearray(FILE.pack(own.state_dict())), dtype=torch.uint8)]
+    parts = [byte_tensor(FILE.pack(own.state_dict()))]
     for transport in own.transports:  # first the replicas of each shard, then the shards
         arrived = [transport.gather(part) for part in parts]
         parts = [part for ranks in arrived for part in ranks or ()]

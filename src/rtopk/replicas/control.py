@@ -10,10 +10,9 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from rtopk.state_file import digest_bits
+from rtopk.state_file import byte_tensor, digest_bits
 
 HEADER = struct.Struct("<4sB3sQddQ")  # magic, status, tensor, step, density, scale, weights
 MAGIC = b"rTdd"
@@ -44,7 +43,7 @@ class Control:
         """Write the header, (40,) uint8."""
         tensor = self.tensor.to_bytes(3, "little")
         raw = HEADER.pack(MAGIC, self.status, tensor, self.step, self.density, self.scale, self.weights)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        return byte_tensor(raw)
 
     @classmethod
     def unpack(cls, message: Tensor) -> "Control":

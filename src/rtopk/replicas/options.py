@@ -27,6 +27,7 @@ from rtopk.memory import MEMORIES, Memory
 from rtopk.replicas.control import by_rank
 from rtopk.schedule import Constant, Schedule, WarmUp, as_schedule, check_density
 from rtopk.select import Selector, as_rule
+from rtopk.state_file import byte_tensor
 from rtopk.transport import AllGather
 
 P = ParamSpec("P")
@@ -354,7 +355,7 @@ def _pack(description: dict[str, str]) -> Tensor:
     raw = json.dumps(cut).encode()
     if len(raw) > BYTES:  # cannot happen with fewer than 30 values of 200 ASCII characters
         raise ValueError(f"the options take {len(raw)} bytes as text, at most {BYTES} are exchanged")
-    return torch.frombuffer(bytearray(raw.ljust(BYTES)), dtype=torch.uint8)
+    return byte_tensor(raw.ljust(BYTES))
 
 
 def refuse_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:

@@ -309,8 +309,13 @@ class Config:
     def key(self) -> str:
         """Name this configuration, seed included, in 16 hexadecimal digits."""
         values = {n: v for n, v in self.to_dict().items() if n not in ADDED or v != ADDED[n]}
-        text = json.dumps(values, sort_keys=True).encode()
-        return hashlib.blake2b(text, digest_size=8).hexdigest()
+        return name_of(values)
+
+
+def name_of(values: Mapping[str, Any]) -> str:
+    """Name options by their values, in 16 hexadecimal digits."""
+    text = json.dumps(values, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from rtopk.memory import ErrorFeedback, Memory, restore, snapshot_of
 from rtopk.schedule import Schedule, as_schedule
 from rtopk.select import Selector, as_rule
 from rtopk.sparsifier import Sparsifier
+from rtopk.state_file import byte_tensor
 
 log = logging.getLogger("rtopk")
 # token, or 0 if this replica sends nothing; step; hash of the weights that the round starts from
@@ -161,7 +162,7 @@ class Books:
                 token = secrets.randbits(63) + 1
                 self._doubt = Doubt(token, step, before)
         self.healed = False
-        head = torch.frombuffer(bytearray(HEADER.pack(token, step, self.weights)), dtype=torch.uint8)
+        head = byte_tensor(HEADER.pack(token, step, self.weights))
         return torch.cat([head, payload])
 
     def _mean(self, messages: Sequence[Tensor]) -> Tensor:

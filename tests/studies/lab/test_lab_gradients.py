@@ -5,7 +5,8 @@ import torch
 
 from rtopk.seed import generator
 from rtopk.studies.config import Config
-from rtopk.studies.lab.gradients import Candidate, Inspector, describe, full_gradient, inspect, overlap
+from rtopk.studies.lab.arrival import overlap
+from rtopk.studies.lab.gradients import Candidate, Inspector, describe, full_gradient, inspect
 from rtopk.studies.train.loop import Run
 
 

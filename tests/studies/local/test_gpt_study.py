@@ -15,7 +15,7 @@ from rtopk.studies.local import (
     ROWS,
     SMOKE,
     TASKS,
-    Run,
+    LocalRun,
     find,
     find_all,
     missing,
@@ -44,14 +44,14 @@ def data(tmp_path_factory):
 
 @pytest.mark.slow  # two processes start, which costs more than what they do
 def test_real_ranks_repeat_to_the_bit_and_count_their_bytes(data, tmp_path):
-    sparse = Run(task="shakespeare", preset="sparseloco", outer_rate=1.0, **TINY)
-    with ranks.Ranks(2) as pool:
+    sparse = LocalRun(task="shakespeare", preset="sparseloco", outer_rate=1.0, **TINY)
+    with ranks.LocalRanks(2) as pool:
         one, again = pool.run(sparse), pool.run(sparse)
         other = pool.run(dataclasses.replace(sparse, seed=3))
-        ddp = pool.run(Run(task="ptb-gpt", preset="ddp", **{**TINY, "local_steps": 1}))
+        ddp = pool.run(LocalRun(task="ptb-gpt", preset="ddp", **{**TINY, "local_steps": 1}))
         with pytest.raises(ValueError, match="nodes must be the number of ranks, 2, got 4"):
             pool.run(dataclasses.replace(sparse, nodes=4))
-        with pytest.raises(RuntimeError, match=r"(?s)a rank failed in Run.*density must be in \(0, 1\]"):
+        with pytest.raises(RuntimeError, match=r"(?s)a rank failed in LocalRun.*density must be in \(0, 1\]"):
             pool.run(dataclasses.replace(sparse, density=2.0))
         with pytest.raises(RuntimeError, match="a rank has ended"):
             pool.run(sparse)
@@ -106,7 +106,7 @@ def test_the_books_of_a_run_balance(data, alone, monkeypatch, decay):
 
     made_by = ranks.make
     monkeypatch.setattr(ranks, "make", make)
-    run = Run(task="shakespeare", preset="sparseloco", selector="rtop-k", r_over_k=2.0, values="4bit",
+    run = LocalRun(task="shakespeare", preset="sparseloco", selector="rtop-k", r_over_k=2.0, values="4bit",
               decay=decay, outer_rate=1.0, **{**TINY, "nodes": 1})  # fmt: skip
     record = ranks.train(run)
     ((local, start),) = made
@@ -121,7 +121,7 @@ def test_the_books_of_a_run_balance(data, alone, monkeypatch, decay):
 
 
 def test_a_run_that_diverges_is_a_record_and_others_repeat(data, alone):
-    run = Run(task="shakespeare", preset="diloco", outer_rate=0.7, **{**TINY, "nodes": 1, "rate": 1e30})
+    run = LocalRun(task="shakespeare", preset="diloco", outer_rate=0.7, **{**TINY, "nodes": 1, "rate": 1e30})
     record = ranks.train(run)
     assert record["diverged"]
     assert record["final"]["step"] == 3  # before the first exchange
@@ -221,7 +221,7 @@ def test_the_page_says_what_the_records_say(task, tmp_path, rtopk):
 def test_differences_are_paired():
     run = ROWS[3].run
     one, other = (
-        page.Found(
+        page.LocalResult(
             ROWS[3],
             None,
             None,

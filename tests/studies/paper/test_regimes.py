@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from rtopk.studies.lab.prediction import predict
+from rtopk.studies.lab.arrival import predict
 from rtopk.studies.paper.regimes import DESIGNS, MAPS, MEANS, RULES
 from rtopk.studies.paper.regimes_page import Map, _prediction, cells, effects, more_arrives
 from rtopk.studies.paper.results import RowResult

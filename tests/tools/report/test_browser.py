@@ -12,10 +12,11 @@ import sys
 import time
 
 import pytest
-from records import a_table
+from records import a_table, made_up
 
 from rtopk.tools.report.inputs import Inputs, Study
 from rtopk.tools.report.page import Page
+from rtopk.tools.show import palette
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -59,6 +60,7 @@ def show(browser, address, width=1280, height=900, scheme="light"):
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get("about:blank")  # the browser's own first page may still be loading
     browser.get_log("browser"), browser.get_log("performance")  # what came before is not ours
     browser.get(address)
     until(lambda: browser.execute_script("return document.documentElement.dataset.ready"))
@@ -85,9 +87,7 @@ def test_it_opens_from_disk_without_network_or_errors(browser, page):
     drawn = browser.execute_script("return document.querySelectorAll('figure.drawn .main-svg').length")
     assert figures == 9
     assert drawn >= figures
-    assert (
-        browser.execute_script("return getComputedStyle(document.querySelector('.static')).display") == "none"
-    )
+    assert not browser.find_elements("css selector", "noscript p")
     outside = browser.execute_script(
         "return [...document.querySelectorAll('figure')].filter(f => f.querySelector('.main-svg')"
         ".getBoundingClientRect().right > f.getBoundingClientRect().right + 1).map(f => f.id)"
@@ -192,6 +192,19 @@ def test_nothing_overflows_a_phone(scheme, browser, page):
     assert browser.get_log("browser") == []
 
 
+def test_the_last_colour_of_the_palette_is_its_own(browser, tmp_path):
+    """The script wraps round where `palette.slot` does: not before the last method."""
+    path = tmp_path / "report.html"
+    path.write_text(Page(Inputs([made_up("top-k"), made_up(palette.METHODS[-1])])).html())
+    show(browser, path.as_uri())
+    code = (
+        "return document.querySelector('#headline-0 .plot').data.filter(t => t.marker)"
+        ".map(t => [t.marker.symbol, t.marker.color])"
+    )
+    expected = [[palette.PLOTLY_MARKERS[at], palette.LIGHT[at]] for at in (1, len(palette.METHODS) - 1)]
+    assert browser.execute_script(code) == expected
+
+
 def test_the_first_screen_has_the_headline(browser, page):
     show(browser, page)
     bottom = "return document.querySelector('{}').getBoundingClientRect().bottom"
@@ -199,18 +212,21 @@ def test_the_first_screen_has_the_headline(browser, page):
     assert browser.execute_script(bottom.format("#first p:last-child")) < 450
 
 
-def test_without_scripts_pictures_and_tables_stand(page, tmp_path):
+def test_without_scripts_the_tables_stand(page, tmp_path):
     from selenium.webdriver.common.by import By
 
     browser = start(tmp_path / "profile", scripts=False)
     try:
         browser.get(page)  # without scripts it does not wait for the whole page
-        until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".static svg")) == 7)
-        sizes = [svg.size for svg in browser.find_elements(By.CSS_SELECTOR, ".static svg")]
-        assert all(size["width"] > 200 and size["height"] > 120 for size in sizes)
+        until(lambda: browser.find_elements(By.CSS_SELECTOR, "footer"))
+        headings = [h.text for h in browser.find_elements(By.CSS_SELECTOR, "h2") if h.is_displayed()]
+        assert "Every method" in headings
+        assert "bench compress" in headings
+        assert not {"Curves", "Residual"} & set(headings)  # plots alone
+        assert "plots need scripts" in browser.find_element(By.TAG_NAME, "body").text
+        assert not any(f.is_displayed() for f in browser.find_elements(By.CSS_SELECTOR, "figure"))
         assert not browser.find_element(By.ID, "controls").is_displayed()
         assert browser.find_element(By.CSS_SELECTOR, "#summary td").is_displayed()
-        assert browser.find_elements(By.CSS_SELECTOR, ".drawn") == []
     finally:
         browser.quit()
 

@@ -15,8 +15,8 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
@@ -56,6 +56,11 @@ class Gradients:
         places = (self.long.numel() - self.size) // ALIGNED + 1
         begin = ALIGNED * int(torch.randint(places, (), generator=generator("place", step)))
         return self.long[begin : begin + self.size]
+
+
+def as_json(rows: Iterable[Any]) -> dict[str, Any]:
+    """Return the rows of a benchmark, dataclasses, as one JSON object."""
+    return {"rows": [asdict(row) for row in rows]}
 
 
 def synthetic(d: int, count: int, seed: int = 0) -> Gradients:
@@ -187,19 +192,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 }
 
 
+def make_model(name: str) -> tuple[nn.Module, Loss]:
+    """Make a model, with the same weights in every process, and return its loss too."""
+    make, loss = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive("link", name))
+        return make(), loss
+
+
 class StandIn(nn.Module):
     """The parameters of a model, and steps that take a given time and give real gradients."""
 
     def __init__(self, name: str, rank: int, kinds: int = 2) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive("link", name))  # the same weights on all ranks
-            make, loss = MODELS[name]
-            model = make()
-        self.model = model
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.groups = _group(parameters)
-        self._loss = loss
+        self.model, self._loss = make_model(name)
+        self.groups = _group([p for p in self.model.parameters() if p.requires_grad])
         self._sets = cycle([self._gradients(generator("link", name, rank, kind)) for kind in range(kinds)])
         self.seconds = 0.0  # of computation that a step waits for
 

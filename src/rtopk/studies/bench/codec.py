@@ -17,7 +17,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,8 @@ from rtopk.kernels import subtract_
 from rtopk.seed import generator
 from rtopk.select import draw, rtop_k
 from rtopk.sparse import SparseVector
+from rtopk.sparsifier import entries_sent
+from rtopk.studies.bench import as_json as rows_as_json
 from rtopk.studies.bench import real
 from rtopk.wire.values import BY_NAME, FORMS
 
@@ -71,7 +73,7 @@ class CodecRow:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CodecTimes:
     """Rows, and the time of one add_ over d beside them."""
 
     rows: list[CodecRow]
@@ -81,7 +83,7 @@ class Measured:
 Way = tuple[str, str, Callable[[], Any], Callable[[Any], Any], Callable[[Any], int], float]
 
 
-def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None) -> Measured:
+def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None) -> CodecTimes:
     """Measure every way on uniform positions and on positions of real gradients."""
     rows: list[CodecRow] = []
     adds: dict[int, float] = {}
@@ -89,17 +91,17 @@ def measure(plan: CodecPlan, progress: Callable[[str], None] = lambda text: None
         for density in plan.densities:
             progress(f"uniform positions, d = {d:,}, density {density:.2%}")
             rng = generator("bench codec", d)
-            k = round(d * density)
+            k = entries_sent(d, density)
             vector = SparseVector(draw(d, k, rng), torch.randn(k, generator=rng), d)
             forms = tuple(BY_NAME) if d in plan.timed or density == 0.001 else ("fp32", "4bit")
             rows += _compare(vector, "uniform", forms, d in plan.timed, plan.runs, adds)
     progress("gradients of ResNet-18")
     gradient = real(plan.model_size, 1, plan.data_dir).vectors[0]
     for density in plan.densities:
-        k = round(gradient.numel() * density)
+        k = entries_sent(gradient.numel(), density)
         vector = SparseVector.gather(gradient, rtop_k(gradient, k, 5 * k, generator("bench codec", k)))
         rows += _compare(vector, "real", tuple(BY_NAME), True, plan.runs, adds)
-    return Measured(rows, adds)
+    return CodecTimes(rows, adds)
 
 
 def bound_bits(d: int, k: int) -> float:
@@ -174,12 +176,12 @@ def _milliseconds(call: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def as_json(measured: Measured) -> dict[str, Any]:
+def as_json(measured: CodecTimes) -> dict[str, Any]:
     """Return what `--json` prints."""
-    return {"rows": [asdict(row) for row in measured.rows], "add_ms": measured.add_ms}
+    return {**rows_as_json(measured.rows), "add_ms": measured.add_ms}
 
 
-def show(measured: Measured) -> None:
+def show(measured: CodecTimes) -> None:
     """Print a table; time is also given in percent of one add_ over d."""
     from rich.console import Console
 
@@ -198,7 +200,7 @@ def show(measured: Measured) -> None:
 
 
 @dataclass(frozen=True)
-class Aggregation:
+class AggregationTimes:
     """One aggregation."""
 
     clients: int
@@ -218,10 +220,10 @@ class Aggregation:
 
 def measure_aggregation(
     clients: int = 100, d: int = RESNET, density: float = 0.01, runs: int = 7
-) -> Aggregation:
+) -> AggregationTimes:
     """Aggregate random payloads; every client's positions are drawn uniformly, so nothing is in cache."""
     codec = Codec(fingerprint=1)
-    k = round(density * d)
+    k = entries_sent(d, density)
     offers = []
     for number in range(clients):
         rng = generator(0, "aggregate", number)
@@ -243,7 +245,7 @@ def measure_aggregation(
             times[name].append(_milliseconds(way))
     times["first"] = [_milliseconds(lambda: _intake(d, density, known=0).average(offers, model))]
     best = {name: min(found) for name, found in times.items()}
-    return Aggregation(
+    return AggregationTimes(
         clients, d, density, sum(len(o.payload) for o in offers), best["floor"], best["torch"], best["decode"],
         best["average"], best["first"], best["average"] / best["floor"], 4 * d, peak, peak / (4 * d),
     )  # fmt: skip

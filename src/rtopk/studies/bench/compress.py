@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -301,8 +301,3 @@ def bars(rows: list[CompressRow]) -> list[Bar]:
                 text = f"time per entry at {larger.d / 1e6:.0f} M: {where}"
                 found.append(Bar(text, growth, 1.3, growth <= 1.3))
     return found
-
-
-def as_json(rows: list[CompressRow]) -> dict[str, list[dict[str, object]]]:
-    """Return the rows as one object."""
-    return {"rows": [asdict(row) for row in rows]}

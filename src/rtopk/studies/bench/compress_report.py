@@ -14,7 +14,7 @@ import torch
 from rtopk.kernels import reaches
 from rtopk.seed import generator
 from rtopk.select import draw_largest
-from rtopk.sparsifier import Sparsifier
+from rtopk.sparsifier import Sparsifier, entries_sent
 from rtopk.studies.bench import Gradients, real, synthetic
 from rtopk.studies.bench.compress import (
     DENSITIES,
@@ -71,7 +71,7 @@ def breakdown(gradients: Gradients, threads: int, density: float, repetitions: i
     The check is what `add` does first; here it is timed by itself, and taken off the time of `add`.
     """
     d, flush = gradients.size, torch.zeros(32_000_000)
-    k = round(density * d)
+    k = entries_sent(d, density)
     floor, method = Floor(d, k, k), Fused(d, k, k)
     ratios: dict[str, list[float]] = {"check": [], "pass": [], "select": [], "subtract": []}
     before = torch.get_num_threads()
@@ -108,7 +108,7 @@ def peak_memory(gradients: Gradients, density: float = 0.001) -> float:
     Extra is all but gradient and residual, the arrays that are kept for the next step included. Every array
     of the step is made by numpy, which reports to tracemalloc.
     """
-    d, k = gradients.size, round(density * gradients.size)
+    d, k = gradients.size, entries_sent(gradients.size, density)
     warm = Fused(100_000, 100, 100)  # compiles the loops
     for step in range(3):
         warm.step(gradients.vectors[step][:100_000], step)

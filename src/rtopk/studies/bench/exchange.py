@@ -7,29 +7,28 @@ Nodes are visited one after the other, so only what they send is held.
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtopk.aggregate import Mean
 from rtopk.codec import Codec
-from rtopk.exchange import AllReduced, Vector
+from rtopk.exchange import NOTE_BYTES, AllReduced, Vector
 from rtopk.layout import Layout
 from rtopk.memory import NoMemory
 from rtopk.replicas.control import SIZE as CONTROL_BYTES
 from rtopk.schedule import constant
-from rtopk.seed import derive, generator
+from rtopk.seed import generator
 from rtopk.select import RTopK
 from rtopk.sparse import SparseVector
 from rtopk.sparsifier import Sparsifier
-from rtopk.studies.bench import MODELS
+from rtopk.studies.bench import make_model
 from rtopk.tools.show.palette import style
+from rtopk.tools.show.terminal import save_picture
 from rtopk.transport import InProcess
 
-NOTES = 16  # bytes: size and digest, from every other node before its part
 BATCHES = 16
 STATUS = 1  # byte of what an owner passes on
 
@@ -67,10 +66,7 @@ class ExchangeRow:
 def count(plan: ExchangePlan, tell: Callable[[str], None] = lambda text: None) -> Iterator[ExchangeRow]:
     """Count every model, density and number of nodes."""
     for name in plan.models:
-        make, loss = MODELS[name]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive("link", name))
-            model = make()
+        model, loss = make_model(name)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         layout = Layout.of(named.items())
         chosen: dict[float, dict[int, SparseVector]] = {density: {} for density in plan.densities}
@@ -121,7 +117,7 @@ def _row(
     ring = 2 * (nodes - 1) / nodes
     return ExchangeRow(
         model, size, density, nodes,
-        all_reduce=traffic.received + (nodes - 1) * (NOTES + STATUS),
+        all_reduce=traffic.received + (nodes - 1) * (NOTE_BYTES + STATUS),
         fullest=float(arrives.max() / arrives.mean()),
         all_gather=(nodes - 1) * gathered,
         powersgd=4 * ring * _low_rank(layout.shapes),
@@ -179,9 +175,4 @@ def draw(rows: Sequence[ExchangeRow], path: Path) -> None:
         axis.minorticks_off()
         axis.set_title(title, size=9)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def as_json(rows: Sequence[ExchangeRow]) -> dict[str, Any]:
-    """Return the rows as one JSON object."""
-    return {"rows": [asdict(row) for row in rows]}
+    save_picture(figure, path)

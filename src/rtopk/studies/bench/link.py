@@ -8,7 +8,7 @@ Methods are visited in turn, several times, so that other load on the machine me
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rtopk.studies.bench.hosts import Hosts
@@ -235,11 +235,6 @@ def _row(
         payload_bytes=round(statistics.mean(step["payload"] for step in steps)),
         cpu_ms=1e3 * statistics.median(step["cpu"] for step in steps), per_host=plan.per_host,
     )  # fmt: skip
-
-
-def as_json(rows: Sequence[LinkRow]) -> dict[str, Any]:
-    """Return the rows as one JSON object."""
-    return {"rows": [asdict(row) for row in rows]}
 
 
 def from_json(data: Mapping[str, Any]) -> list[LinkRow]:

@@ -20,7 +20,7 @@ from rtopk.codec import Codec
 from rtopk.compat import all_gather_single
 from rtopk.exchange import ExchangeName
 from rtopk.layout import Layout
-from rtopk.select import RTopK as Select
+from rtopk.select import RTopK
 from rtopk.sparsifier import Sparsifier, entries_sent
 
 Future = torch.futures.Future[torch.Tensor]
@@ -152,7 +152,7 @@ class TopKAllGather:
         return parts
 
 
-class RTopK:
+class OurHook:
     """Ours, as `register` makes it. With an all-reduce, the payload is what a rank receives."""
 
     def __init__(self, state: rtopk.replicas.state.State) -> None:
@@ -195,7 +195,7 @@ def compile_loops() -> None:
     """Let numba compile what our method needs, unless an earlier run has left it on disk."""
     for values in ("fp16", "4bit"):
         codec = Codec(values=values, fixed=True, dense_size=10)
-        node = Sparsifier(Select(nodes=2), 0.01, codec=codec, layout=Layout(("w", "b"), ((9990,), (10,)), 10))
+        node = Sparsifier(RTopK(nodes=2), 0.01, codec=codec, layout=Layout(("w", "b"), ((9990,), (10,)), 10))
         for step in range(3):
             payload = node.compress(torch.linspace(-1, 1, 10_000), step)
             codec.decode(payload, size=10_000)
@@ -218,5 +218,5 @@ def make(name: str, model: DistributedDataParallel, density: float | None, value
         return TopKAllGather(density)
     if name in OURS and values is not None:
         state = rtopk.ddp.register(model, density=density, values=values, exchange=OURS[name], attach=False)
-        return RTopK(state)
+        return OurHook(state)
     raise ValueError(f"unknown method {name!r}")

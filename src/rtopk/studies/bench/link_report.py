@@ -9,7 +9,7 @@ from rich.console import Console
 from rtopk.studies.bench.link import METHODS, ORDER, LinkRow
 from rtopk.tools.show.palette import mixed, rate, style, with_density
 from rtopk.tools.show.terminal import markdown as markdown_table
-from rtopk.tools.show.terminal import table
+from rtopk.tools.show.terminal import save_picture, table
 
 COLUMNS: tuple[tuple[str, Callable[[LinkRow], str]], ...] = (
     ("method", lambda row: row.label),
@@ -144,7 +144,7 @@ def draw_measured(rows: Sequence[LinkRow], nodes: int, path: Path) -> None:
         ncols=3 if len(models) == 1 else 6,
         fontsize=8,
     )
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def _place(mbit: float | None) -> float:

@@ -264,13 +264,9 @@ def _dispatch(rank: Rank, bucket: dist.GradBucket) -> torch.futures.Future[torch
 def _rank_of(engine: str) -> type[Rank]:
     if engine == "ddp":
         return Rank
-    if engine == "torchft":
-        from rtopk.studies.bench.replicas import ReplicaRank  # it imports this file
+    from rtopk.studies.bench.engines import ReplicaRank, SiteRank  # it imports this file
 
-        return ReplicaRank
-    from rtopk.studies.bench.sites import SiteRank  # so does this
-
-    return SiteRank
+    return {"torchft": ReplicaRank, "fsdp": SiteRank}[engine]
 
 
 def main() -> None:

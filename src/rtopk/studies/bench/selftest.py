@@ -34,6 +34,7 @@ from rtopk.select import RTopK
 from rtopk.sparsifier import Sparsifier, entries_sent
 from rtopk.studies.bench.compress import METHODS
 from rtopk.studies.bench.selftest_ranks import two_ranks
+from rtopk.studies.train.records import installed
 
 Tell = Callable[[str], None]
 MEMORIES: dict[str, Callable[[], Memory]] = {
@@ -137,7 +138,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
     found = {
         "rtopk": rtopk.__version__,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": installed("triton"),
         "python": platform.python_version(),
         "system": platform.platform(),
         "processors": f"{os.cpu_count()}, load {os.getloadavg()[0]:.1f}",
@@ -154,15 +155,6 @@ def machine_of(device: torch.device) -> dict[str, str]:
             "cards": str(torch.cuda.device_count()),
         }
     return found
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _backend(device: torch.device) -> str:

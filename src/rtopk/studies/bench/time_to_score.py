@@ -14,7 +14,7 @@ from rtopk.studies.paper.ablations import STUDIES
 from rtopk.studies.paper.results import RowResult, row_results
 from rtopk.studies.train.records import Record
 from rtopk.tools.show.palette import rate, style, with_density
-from rtopk.tools.show.terminal import markdown
+from rtopk.tools.show.terminal import markdown, save_picture
 
 STUDY, MODEL, NODES = STUDIES["shipped-cifar10"], "resnet18", 4
 RATES = (10.0, 100.0, 1000.0)  # Mbit/s
@@ -135,5 +135,4 @@ def draw(methods: Sequence[Times], path: Path, mbit: float = 100.0) -> None:
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, dpi=120)

@@ -2,8 +2,8 @@
 
 1. Bytes: the density is fitted in short runs on validation data, to the yardstick's bytes per round. What a
    threshold sends depends on the whole run and on the learning rate, so it is fitted by whole runs at each rate.
-2. Rate: from the middle of the grid to the best neighbour, until no neighbour is better; on validation data,
-   by the mean over the panel's seeds for that.
+2. Rate: from the middle of the grid to the best neighbour, until no neighbour is better, as the tables search
+   beyond their grids (`next_rates`); on validation data, by the mean over the panel's seeds for that.
 3. Result: with the bytes and the rate found, on test data, one run a seed.
 
 An entrant's search is a generator that yields configurations and is sent their records; `run_together` runs many
@@ -20,7 +20,7 @@ from statistics import mean
 from rtopk.studies.config import Config
 from rtopk.studies.equal_bytes import Budget, Entrant, Panel, retuned
 from rtopk.studies.paper import TUNING_SEED
-from rtopk.studies.paper.reproduce import note_choice
+from rtopk.studies.paper.reproduce import next_rates, note_choice
 from rtopk.studies.train.records import Record, SeedRuns, read, score
 from rtopk.studies.train.runner import key_of, run_all
 
@@ -68,33 +68,36 @@ def entrant_runs(
         target = yield from _measure(panel, budget)
         if entrant.method not in ("powersgd", "threshold"):
             base = yield from _fit_density(panel, base, target)
-    tried: dict[int, list[Record]] = {}
-    start = len(panel.rates) // 2
-    waiting = [start, start - 1, start + 1]
-    while waiting:
-        at = waiting.pop(0)
-        if at in tried or not 0 <= at < len(panel.rates):
-            continue
-        trial = dataclasses.replace(base, learning_rate=panel.rates[at])
-        if entrant.method == "threshold":
-            first = yield from _fit_threshold(trial, target)
-            base = dataclasses.replace(base, threshold=first["config"]["threshold"])
-        else:
-            first = yield trial
-        tried[at] = [first]
-        while len(tried[at]) < panel.tuning_seeds:
-            again = Config(**{**first["config"], "seed": TUNING_SEED + len(tried[at])})
-            tried[at].append((yield again))
-        if not waiting:
-            best = max(tried, key=lambda at: _merit(tried[at]))
-            waiting = [at for at in (best - 1, best + 1) if at not in tried and 0 <= at < len(panel.rates)]
+    rates, tried = panel.rates, dict[float, list[Record]]()
+
+    def neighbour(rate: float, up: bool) -> float | None:
+        at = rates.index(rate) + (1 if up else -1)
+        return rates[at] if 0 <= at < len(rates) else None
+
+    middle = rates[len(rates) // 2]
+    wanted = [
+        rate for rate in (middle, neighbour(middle, False), neighbour(middle, True)) if rate is not None
+    ]
+    while wanted:
+        for rate in wanted:
+            trial = dataclasses.replace(base, learning_rate=rate)
+            if entrant.method == "threshold":
+                first = yield from _fit_threshold(trial, target)
+                base = dataclasses.replace(base, threshold=first["config"]["threshold"])
+            else:
+                first = yield trial
+            tried[rate] = [first]
+            while len(tried[rate]) < panel.tuning_seeds:
+                again = Config(**{**first["config"], "seed": TUNING_SEED + len(tried[rate])})
+                tried[rate].append((yield again))
+        wanted = next_rates(max(tried, key=lambda rate: _merit(tried[rate])), tried, neighbour)
     chosen = max(tried.values(), key=_merit)[0]
     final = Config(**{**chosen["config"], "part": "test", "evaluate_every": panel.config.evaluate_every})
     records: list[Record] = []
     while len(records) < seeds:
         records.append((yield dataclasses.replace(final, seed=len(records))))
     return EntrantResult(
-        panel, budget, entrant, target, tuple(tuple(tried[at]) for at in sorted(tried)), tuple(records)
+        panel, budget, entrant, target, tuple(tuple(tried[rate]) for rate in sorted(tried)), tuple(records)
     )
 
 

@@ -9,6 +9,7 @@ from rtopk.studies.equal_bytes.fit import CLOSE, EntrantResult
 from rtopk.tools.show.intervals import Verdict, judge, plus_minus, rules
 from rtopk.tools.show.palette import mixed, style
 from rtopk.tools.show.terminal import markdown as markdown_table
+from rtopk.tools.show.terminal import save_picture
 
 Grid = tuple[list[str], list[list[str]]]  # heads of the columns; rows
 
@@ -186,8 +187,7 @@ def score_against_budget(results: Sequence[EntrantResult], path: Path) -> None:
     beside = 3 if columns == 1 else 5
     figure.legend(list(handles.values()), list(handles), loc="lower center", ncol=beside, fontsize=8)
     figure.tight_layout(rect=(0, 0.02 + 0.05 * (-(-len(handles) // beside)) / rows, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def _frame(axis: Any, results: Sequence[EntrantResult]) -> None:

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor
 
 from rtopk.flower import RTopKMod, RTopKStrategy
-from rtopk.flower.ledger import data_bytes
+from rtopk.flower.records import data_bytes
 from rtopk.local.outer import by_name
 from rtopk.select import Selector
 from rtopk.state_file import write_atomically
@@ -146,10 +146,7 @@ def serve(federation: Federation, grid: Grid) -> dict[str, Any]:
         if not due or not server_round:
             return None
         load_arrays(run, arrays)
-        run.model.eval()
-        with torch.no_grad():
-            scores = run.task.evaluate(run.model)
-        run.model.train()
+        scores = run.scores()
         sent, received = sent_and_received(strategy, run, server_round)
         seconds = round(time.monotonic() - started, 3)
         curve.append(

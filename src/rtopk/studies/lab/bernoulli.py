@@ -117,12 +117,12 @@ class Theta:
         return np.clip(np.fft.irfft(np.conj(value), m), 0.0, 1.0)
 
 
-def flat(d: int, s: float, rng: np.random.Generator | None = None) -> Theta:
+def flat(d: int, s: float) -> Theta:
     """Give every coordinate s / d."""
     return Theta(d, s, np.array([s / d]))
 
 
-def power_law(d: int, s: float, rng: np.random.Generator | None = None) -> Theta:
+def power_law(d: int, s: float) -> Theta:
     """Let theta_j fall like 1 / j, capped at 1, summing to s."""
     falling = 1.0 / np.arange(1, d + 1)
     low, high = 0.0, float(d)
@@ -132,7 +132,7 @@ def power_law(d: int, s: float, rng: np.random.Generator | None = None) -> Theta
     return Theta(d, s, np.minimum(1.0, low * falling))
 
 
-def few_ones(d: int, s: float, rng: np.random.Generator | None = None) -> Theta:
+def few_ones(d: int, s: float) -> Theta:
     """Make floor(s) coordinates certain and all others impossible."""
     levels = np.zeros(d)
     places = np.linspace(0, d - 1, int(s)).astype(np.int64) if s >= 1 else np.empty(0, np.int64)
@@ -140,10 +140,9 @@ def few_ones(d: int, s: float, rng: np.random.Generator | None = None) -> Theta:
     return Theta(d, s, levels)
 
 
-def cube(d: int, s: float, rng: np.random.Generator | None = None) -> Theta:
+def cube(d: int, s: float) -> Theta:
     """Draw every coordinate in [s/2d, s/d]: the set on which the lower bound is proved."""
-    rng = numpy_rng(0, "cube", d) if rng is None else rng
-    return Theta(d, s, s / d * (1.0 - rng.random(d) / 2))
+    return Theta(d, s, s / d * (1.0 - numpy_rng(0, "cube", d).random(d) / 2))
 
 
 FAMILIES: dict[str, Callable[[int, float], Theta]] = {

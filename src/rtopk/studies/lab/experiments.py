@@ -272,12 +272,12 @@ def _estimate(setting: GaussianSetting, theta: Floats, k: int | None, rng: np.ra
     else:
         if not 1 <= k <= d:
             raise ValueError(f"the one-bit scheme uses 1 to d = {d} bits a node, got {k}")
-        heard = np.full(d, n * k // d)  # how many nodes send this coordinate: they take turns
-        heard[: n * k % d] += 1
-        share = rng.binomial(heard, stats.norm.cdf(theta / sigma)) / np.maximum(heard, 1)
+        senders = np.full(d, n * k // d)  # how many nodes send this coordinate: they take turns
+        senders[: n * k % d] += 1
+        share = rng.binomial(senders, stats.norm.cdf(theta / sigma)) / np.maximum(senders, 1)
         inside = np.clip(share, stats.norm.cdf(-1.0), stats.norm.cdf(1.0))
-        estimate = np.where(heard > 0, sigma * stats.norm.ppf(inside), 0.0)
-        error = sigma * math.sqrt(math.pi / 2) / np.sqrt(np.maximum(heard, 1))
+        estimate = np.where(senders > 0, sigma * stats.norm.ppf(inside), 0.0)
+        error = sigma * math.sqrt(math.pi / 2) / np.sqrt(np.maximum(senders, 1))
     if setting.s is not None:
         estimate[np.abs(estimate) < error * math.sqrt(2 * math.log(d))] = 0.0
     return np.clip(estimate, -sigma, sigma)

@@ -6,7 +6,6 @@ same gradients and hold their own residuals, but move no weights. At chosen roun
 goes its own way, exactly as without being looked at.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from rtopk.aggregate import average
 from rtopk.memory import ErrorFeedback, NoMemory
-from rtopk.select import RTopK, top_k
+from rtopk.select import RTopK
 from rtopk.sparsifier import Sparsifier, entries_sent
-from rtopk.studies.lab.arrival import Arrival
+from rtopk.studies.lab.arrival import Arrival, node_gradient, overlap
 from rtopk.studies.tasks.objectives import Classification, Examples
-from rtopk.studies.train.loop import Node, Run, seeded
+from rtopk.studies.train.loop import Run, seeded
 
 GAUSSIAN = 2 / math.pi  # s / d of a vector of independent Gaussian entries: no sparsity at all
 SHARES = (0.001, 0.01, 0.1)
@@ -51,13 +50,6 @@ def describe(vector: Tensor) -> dict[str, Any]:
             for share in (*SHARES, 0.5, 0.9)
         },  # in units of the root mean square; the share counts from the largest
     }
-
-
-def overlap(gradients: Sequence[Tensor], k: int) -> float:
-    """Return the mean part of one node's k largest entries that is also among another's."""
-    sets = [set(top_k(g, k).tolist()) for g in gradients]
-    pairs = list(itertools.combinations(sets, 2))
-    return sum(len(a & b) for a, b in pairs) / (k * len(pairs)) if pairs else 1.0
 
 
 @dataclass(frozen=True)
@@ -282,15 +274,6 @@ def inspect(
             inspector.look(run.round, gradients, full_gradient(run))
         run.advance()
         on_round()
-
-
-def node_gradient(run: Run, node: Node) -> Tensor:
-    """Return the gradient that the node will send from in this round; leave its buffers as they are."""
-    buffers = node.buffers
-    with run.at(node), seeded(run.config.seed, "forward", node.number, run.round):
-        gradient, _ = run._gradient(node, run.config.rate(run.round))
-    node.buffers = buffers
-    return gradient
 
 
 def full_gradient(run: Run) -> Tensor:

@@ -7,13 +7,11 @@ of the same steps around the published one. A best rate at the edge of a grid le
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtopk.studies.config import Part
+from rtopk.studies.config import Part, name_of
 from rtopk.studies.paper import TUNING_SEED
 from rtopk.studies.paper.reproduce import Tuning, search
 from rtopk.studies.train.records import Record, SeedRuns
@@ -26,7 +24,7 @@ RATES, OUTER_STEP, BEYOND = (0.003, 0.006, 0.012), 2**0.5, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class LocalRun:
     """All that decides a run. What is empty or 0 is as in the preset."""
 
     task: str
@@ -49,8 +47,7 @@ class Run:
     @property
     def key(self) -> str:
         """Name this run, seed included, in 16 hexadecimal digits."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
-        return hashlib.blake2b(text, digest_size=8).hexdigest()
+        return name_of(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Row:
     """A row of the tables."""
 
     label: str
-    run: Run  # what all its runs share, but for the task
+    run: LocalRun  # what all its runs share, but for the task
 
 
 _TOP = {"preset": "sparseloco", "selector": "top-k"}
@@ -79,8 +76,8 @@ OURS = tuple(METHODS)[4:]
 # Of ours, two with a good loss for their bytes on validation data at H = 15, chosen before any result on test data.
 AT_50 = ("DiLoCo", "Streaming DiLoCo", "SparseLoCo", "top-k", "top-k, half, 4 bits")
 ROWS = (
-    *(Row(label, Run(task="", **options)) for label, options in METHODS.items()),
-    *(Row(label, Run(task="", local_steps=50, **METHODS[label])) for label in AT_50),
+    *(Row(label, LocalRun(task="", **options)) for label, options in METHODS.items()),
+    *(Row(label, LocalRun(task="", local_steps=50, **METHODS[label])) for label in AT_50),
 )
 # On the second task: the rivals at both H, and of ours those that the first one left in question.
 _ON_PTB = ("DDP", "DiLoCo", "SparseLoCo", "top-k", "rTop-k", "top-k, half, 4 bits")
@@ -98,22 +95,22 @@ def rows_of(task: str) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True)
-class Found(SeedRuns):
+class LocalResult(SeedRuns):
     """What the records say of a row."""
 
     row: Row
     inner: Tuning  # of AdamW's rate, on the preset as published
     outer: Tuning | None  # None: there is no outer step, or the inner rate is not known yet
-    final: Run | None  # what its results run, but for the seed; None while rates are missing
+    final: LocalRun | None  # what its results run, but for the seed; None while rates are missing
     records: tuple[Record, ...] = ()  # results, by seed, from seed 0 without a gap
 
     @property
-    def missing(self) -> tuple[Run, ...]:
+    def missing(self) -> tuple[LocalRun, ...]:
         """Return the runs that its rates lack."""
         return (*self.inner.missing, *(self.outer.missing if self.outer else ()))
 
 
-def find(task: str, row: Row, records: Mapping[str, Record]) -> Found:
+def find(task: str, row: Row, records: Mapping[str, Record]) -> LocalResult:
     """Say what records, by key, have of a row: its rates, or what they lack; and its results."""
     run = dataclasses.replace(row.run, task=task, outer_rate=PUBLISHED[row.run.preset])
     plain = dataclasses.replace(
@@ -127,28 +124,28 @@ def find(task: str, row: Row, records: Mapping[str, Record]) -> Found:
     )
     inner = search(RATES, BEYOND, lambda rate: [dataclasses.replace(plain, rate=rate)], records)
     if inner.missing:
-        return Found(row, inner, None, None)
+        return LocalResult(row, inner, None, None)
     run, outer = dataclasses.replace(run, rate=inner.rate), None
     if run.outer_rate:
         grid = [float(f"{run.outer_rate * OUTER_STEP**power:.4g}") for power in (-1, 0, 1)]
         outer = search(grid, BEYOND, lambda rate: [dataclasses.replace(run, outer_rate=rate)], records)
         if outer.missing:
-            return Found(row, inner, outer, None)
+            return LocalResult(row, inner, outer, None)
         run = dataclasses.replace(run, outer_rate=outer.rate)
     final = dataclasses.replace(run, part="test", evaluate_every=max(1, run.steps // 5))
     results: list[Record] = []
     while (key := dataclasses.replace(final, seed=len(results)).key) in records:
         results.append(records[key])
-    return Found(row, inner, outer, final, tuple(results))
+    return LocalResult(row, inner, outer, final, tuple(results))
 
 
-def find_all(task: str, rows: Sequence[Row], records: Sequence[Record]) -> list[Found]:
+def find_all(task: str, rows: Sequence[Row], records: Sequence[Record]) -> list[LocalResult]:
     """Say what records have of some rows."""
     by_key = {record["key"]: record for record in records}
     return [find(task, row, by_key) for row in rows]
 
 
-def missing(found: Sequence[Found], seeds: int) -> Iterator[tuple[str, Run]]:
+def missing(found: Sequence[LocalResult], seeds: int) -> Iterator[tuple[str, LocalRun]]:
     """Yield what to run next: what rates lack; when there is nothing, all results, one seed after the other."""
     tuning = {run.key: (one.row.label, run) for one in found for run in one.missing}
     yield from tuning.values()

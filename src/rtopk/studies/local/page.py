@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from rtopk.studies.local import METHODS, OURS, TASKS, Found
+from rtopk.studies.local import METHODS, OURS, TASKS, LocalResult
 from rtopk.tools.show.intervals import plus_minus
 from rtopk.tools.show.palette import MARKERS, mixed, style
 from rtopk.tools.show.terminal import markdown as markdown_table
+from rtopk.tools.show.terminal import save_picture
 
 YARDSTICK = "SparseLoCo"
 
@@ -23,18 +24,18 @@ def picture(task: str) -> Path:
     return Path(f"docs/pictures/gpt-{task.removesuffix('-gpt')}.png")
 
 
-def difference(one: Found, other: Found) -> tuple[float, float]:
+def difference(one: LocalResult, other: LocalResult) -> tuple[float, float]:
     """Return the mean of one loss minus the other with the same seed, and half its 95 % interval."""
     found = one.lead(other)
     return -found.mean, found.half
 
 
-def published(one: Found) -> float:
+def published(one: LocalResult) -> float:
     """Return the bytes of a round in SparseLoCo's own encoding."""
     return float(one.records[0]["published_bytes_per_round"])
 
 
-def markdown(task: str, found: Sequence[Found]) -> str:
+def markdown(task: str, found: Sequence[LocalResult]) -> str:
     """Return the tables of a task, and what they say of the claim."""
     lines = [f"### {TASKS[task]}", "", f"![Loss against bytes and rounds](pictures/{picture(task).name})"]
     for local_steps in sorted({one.row.run.local_steps for one in found} - {1}):
@@ -61,7 +62,7 @@ def _edge(tuning: object) -> str:
     return "*" if getattr(tuning, "at_edge", False) else ""
 
 
-def _table(here: Sequence[Found], yardstick: Found, local_steps: int) -> list[str]:
+def _table(here: Sequence[LocalResult], yardstick: LocalResult, local_steps: int) -> list[str]:
     rows = []
     for one in here:
         apart, half = difference(one, yardstick)
@@ -87,11 +88,11 @@ def _table(here: Sequence[Found], yardstick: Found, local_steps: int) -> list[st
     return markdown_table(heads, rows)
 
 
-def _all_bytes(yardstick: Found) -> float:
+def _all_bytes(yardstick: LocalResult) -> float:
     return published(yardstick) * float(yardstick.records[0]["final"]["round"])
 
 
-def _verdict(here: Sequence[Found], yardstick: Found) -> list[str]:
+def _verdict(here: Sequence[LocalResult], yardstick: LocalResult) -> list[str]:
     """Say whether SparseLoCo's loss is had with fewer bytes, and who is beyond it."""
     ours, theirs = yardstick.sent_bytes_per_round, published(yardstick)
     saved = 1 - ours / theirs
@@ -115,7 +116,7 @@ def _verdict(here: Sequence[Found], yardstick: Found) -> list[str]:
     return lines
 
 
-def draw(task: str, found: Sequence[Found], path: Path) -> None:
+def draw(task: str, found: Sequence[LocalResult], path: Path) -> None:
     """Draw loss against bytes and rounds, means over seeds, and the ends of the sparse runs larger.
 
     Dashed and hollow: H is 50. Dotted: from our codec to SparseLoCo's own encoding.
@@ -152,8 +153,7 @@ def draw(task: str, found: Sequence[Found], path: Path) -> None:
     figure.suptitle(f"{TASKS[task]}: a small GPT, four ranks, AdamW")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncol=5, fontsize=8)
     figure.tight_layout(rect=(0, 0.02 + 0.04 * -(-len(found) // 5), 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def _rule(label: str) -> str:

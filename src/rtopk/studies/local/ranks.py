@@ -6,7 +6,6 @@ rises for a twentieth of the steps and falls to a tenth as a cosine.
 
 import dataclasses
 import math
-import os
 import signal
 import tempfile
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,16 +36,17 @@ from rtopk.select import METHODS
 from rtopk.sparsifier import entries_sent
 from rtopk.studies import tasks
 from rtopk.studies.config import Config
-from rtopk.studies.local import Row, Run, find_all, missing
+from rtopk.studies.local import LocalRun, Row, find_all, missing
 from rtopk.studies.tasks.objectives import Prediction
 from rtopk.studies.train.loop import seeded
 from rtopk.studies.train.records import Record, Results, digest, environment
+from rtopk.studies.train.runner import leave_with_parent
 
 CLIP_NORM = 1.0
 LOOKUP = 20  # bytes of a SparseLoCo message beside its entries: four levels and their mean, fp32
 
 
-def make(run: Run, model: nn.Module) -> LocalSGD:
+def make(run: LocalRun, model: nn.Module) -> LocalSGD:
     """Make the trainer of a run: its preset, with what the run changes."""
     changes: dict[str, Any] = {"seed": run.seed, "dense": nothing}
     changes |= {name: value for name in ("density", "values") if (value := getattr(run, name))}
@@ -66,7 +66,7 @@ def everyone(value: Any) -> list[Any]:
     return found
 
 
-def train(run: Run) -> Record:
+def train(run: LocalRun) -> Record:
     """Train as one of the ranks; all return the same record, but for the seconds."""
     rank, began = dist.get_rank(), time.monotonic()
     config = Config(
@@ -146,7 +146,7 @@ def train(run: Run) -> Record:
     }  # fmt: skip
 
 
-def _method(run: Run) -> str:
+def _method(run: LocalRun) -> str:
     """Return the name by which the report colours a run."""
     return run.selector or ("chunked-k" if run.preset == "sparseloco" else "dense")
 
@@ -159,7 +159,7 @@ def _rate(steps: int, step: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / (steps - warm))
 
 
-class Ranks:
+class LocalRanks:
     """Processes of one group, which train together what `run` gives them; a context manager."""
 
     def __init__(self, nodes: int) -> None:
@@ -176,7 +176,7 @@ class Ranks:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> "LocalRanks":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -186,7 +186,7 @@ class Ranks:
             process.join()
         self._folder.cleanup()
 
-    def run(self, run: Run) -> Record:
+    def run(self, run: LocalRun) -> Record:
         """Train, and return the record of rank 0."""
         if run.nodes != len(self._pipes):
             raise ValueError(f"nodes must be the number of ranks, {len(self._pipes)}, got {run.nodes}")
@@ -205,7 +205,7 @@ class Ranks:
 def _serve(rank: int, nodes: int, meeting: str, orders: Connection) -> None:
     """Train what comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=nodes)
     while True:
@@ -217,22 +217,15 @@ def _serve(rank: int, nodes: int, meeting: str, orders: Connection) -> None:
         orders.send(answer)
 
 
-def _leave_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None  # this is a rank
-    parent.join()
-    os._exit(1)
-
-
 # Labels and runs of a stage -> what is told of the keys that are done.
-Stage = Callable[[Sequence[tuple[str, Run]]], Callable[[str, int], None]]
+Stage = Callable[[Sequence[tuple[str, LocalRun]]], Callable[[str, int], None]]
 
 
 def run_study(task: str, rows: Sequence[Row], seeds: int, jobs: int, file: Path, stage: Stage) -> None:
     """Run what is missing of some rows of a task, on so many groups of ranks side by side."""
-    results, idle = Results(file), SimpleQueue[Ranks]()
+    results, idle = Results(file), SimpleQueue[LocalRanks]()
 
-    def work(run: Run) -> Record:
+    def work(run: LocalRun) -> Record:
         ranks = idle.get()
         try:
             return ranks.run(run)
@@ -242,7 +235,7 @@ def run_study(task: str, rows: Sequence[Row], seeds: int, jobs: int, file: Path,
     with ThreadPoolExecutor(jobs) as threads, ExitStack() as groups:
         while wanted := list(missing(find_all(task, rows, results.records), seeds)):
             while idle.qsize() < jobs:  # all are idle between two stages
-                idle.put(groups.enter_context(Ranks(wanted[0][1].nodes)))
+                idle.put(groups.enter_context(LocalRanks(wanted[0][1].nodes)))
             tell = stage(wanted)
             futures = [threads.submit(work, run) for _, run in wanted]
             for future in futures:

@@ -8,6 +8,7 @@ densities that the paper left out, and what the studies found to decide: rTop-k 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -87,6 +88,33 @@ class Table:
         """Return the runs that make a row's figure, on test data."""
         config = self.setups[scale].config
         return [dataclasses.replace(_of(scale, config, row, rate), seed=seed) for seed in range(seeds)]
+
+
+def row_with(
+    method: str, note: str = "", density: float = 0.01, mean: Mean = "nodes", **options: Any
+) -> TableRow:
+    """Make a row of our own, at 99 % if nothing else is said, with these options of `Config`."""
+    return TableRow(method, density, None, mean, note, tuple(sorted(options.items())))
+
+
+def study_of(
+    name: str,
+    title: str,
+    config: Config,
+    rates: tuple[float, ...],
+    rows: Sequence[TableRow],
+    tuning_rounds: int = 0,  # 0: whole runs
+    tuning_seeds: int = 1,
+    pairs: Sequence[tuple[str, str]] = (),
+    **smoke: Any,
+) -> Table:
+    """Make a study of a configuration: small, and smoke with what is still smaller then."""
+    tiny = dataclasses.replace(config, rounds=4, evaluate_every=2, **smoke)
+    setups: dict[Scale, Setup] = {
+        "smoke": Setup(tiny, rates[:1], 2, beyond=0),
+        "small": Setup(config, rates, tuning_rounds or config.rounds, tuning_seeds=tuning_seeds),
+    }
+    return Table(name, title, None, tuple(rows), setups, pairs=tuple(pairs))
 
 
 def _of(scale: Scale, config: Config, row: TableRow, rate: float) -> Config:

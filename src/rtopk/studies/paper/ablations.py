@@ -11,7 +11,7 @@ from typing import Any
 
 from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
-from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
+from rtopk.studies.paper import TABLES, Table, TableRow, row_with, study_of
 from rtopk.studies.paper.explanations import EXPLANATIONS
 from rtopk.studies.paper.regimes import MAPS
 
@@ -31,30 +31,30 @@ def _study(
     tuning_seeds: int = 0,
     pairs: Sequence[tuple[str, str]] = (),
 ) -> Table:
-    smoke = dataclasses.replace(
-        config, rounds=4, batch=4, evaluate_every=2, local_steps=2 * (config.setting == "federated")
-    )
     # By class, a rate that fails with one seed wins with another.
     seeds = tuning_seeds or (3 if config.setting == "federated" else 1)
-    setups: dict[Scale, Setup] = {
-        "smoke": Setup(smoke, rates[:1], 2, beyond=0),
-        "small": Setup(config, rates, config.rounds, tuning_seeds=seeds),
-    }
-    return Table(name, title, None, tuple(rows), setups, pairs=tuple(pairs))
+    steps = 2 * (config.setting == "federated")
+    return study_of(name, title, config, rates, rows, 0, seeds, pairs, batch=4, local_steps=steps)
 
 
 def _each(
-    methods: Sequence[tuple[str, str]], variants: Sequence[tuple[str, dict[str, Any]]], density: float = 0.01
+    methods: Sequence[tuple[str, Mean]], variants: Sequence[tuple[str, dict[str, Any]]], density: float = 0.01
 ) -> list[TableRow]:
     return [
-        TableRow(method, density, None, mean, note, tuple(sorted(options.items())))  # type: ignore[arg-type]
+        row_with(method, note, density, mean, **options)
         for note, options in variants
         for method, mean in methods
     ]
 
 
-_BOTH = (("rtop-k", "nodes"), ("top-k", "nodes"))
-_BOTH_MEANS = (("rtop-k", "received"), ("rtop-k", "nodes"), ("top-k", "received"), ("top-k", "nodes"))
+_Methods = Sequence[tuple[str, Mean]]
+_BOTH: _Methods = (("rtop-k", "nodes"), ("top-k", "nodes"))
+_BOTH_MEANS: _Methods = (
+    ("rtop-k", "received"),
+    ("rtop-k", "nodes"),
+    ("top-k", "received"),
+    ("top-k", "nodes"),
+)
 
 _FROM_TOP_K = [(f"r = {r:g} k", {"r_over_k": r}) for r in (1.0, 1.5, 2.0, 3.0, 5.0)]  # to the paper's r = n k
 
@@ -66,8 +66,7 @@ def _exchanges(nodes: int, second: bool = False) -> list[TableRow]:
     """
 
     def row(density: float, note: str, **options: Any) -> TableRow:
-        own = tuple(sorted({"nodes": nodes, **options}.items()))
-        return TableRow("top-k", density, None, "nodes", f"{nodes} nodes, {note}", own)
+        return row_with("top-k", f"{nodes} nodes, {note}", density, nodes=nodes, **options)
 
     rows = [
         row(0.01, "all-gather"),
@@ -84,7 +83,7 @@ def _exchanges(nodes: int, second: bool = False) -> list[TableRow]:
     return rows
 
 
-_FEW, _MANY = _exchanges(5), _exchanges(20, second=True)
+_ON_5, _ON_20 = _exchanges(5), _exchanges(20, second=True)
 
 
 # Rows as the README's diff makes them: biases in full, momentum 0.9, the mean over the nodes.
@@ -96,7 +95,7 @@ def _as_shipped(
     method: str, density: float = 1.0, *notes: str, mean: Mean = "nodes", **options: Any
 ) -> TableRow:
     own = {"dense_biases": method != "powersgd", **options}
-    return TableRow(method, density, None, mean, ", ".join(filter(None, notes)), tuple(sorted(own.items())))
+    return row_with(method, ", ".join(filter(None, notes)), density, mean, **own)
 
 
 def _reduced(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
@@ -261,17 +260,17 @@ STUDIES = {
     "exchange": _study(
         "study-exchange", "All-gather and all-reduce, distributed, error feedback, 99 %",
         dataclasses.replace(_BATCHES, batch=8, rounds=600), _RATES,
-        [*_FEW, *_MANY], tuning_seeds=3, pairs=[*_reduced(_FEW), *_reduced(_MANY)],
+        [*_ON_5, *_ON_20], tuning_seeds=3, pairs=[*_reduced(_ON_5), *_reduced(_ON_20)],
     ),
     "exchange-cifar10": _study(
         "study-exchange-cifar10", "All-gather and all-reduce on CIFAR-10 at 16 x 16, error feedback, 99 %",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, batch=8, rounds=600),
-        (0.005, 0.015, 0.045), [*_FEW, *_MANY[:5]], pairs=[*_reduced(_FEW), *_reduced(_MANY[:5])],
+        (0.005, 0.015, 0.045), [*_ON_5, *_ON_20[:5]], pairs=[*_reduced(_ON_5), *_reduced(_ON_20[:5])],
     ),
     "exchange-table-3": _study(
         "study-exchange-table-3", "All-gather and all-reduce in Table III, federated, 99 %",
-        dataclasses.replace(TABLES[3].setups["small"].config, warm_up=0), (0.015, 0.045, 0.135), _FEW,
-        pairs=_reduced(_FEW),
+        dataclasses.replace(TABLES[3].setups["small"].config, warm_up=0), (0.015, 0.045, 0.135), _ON_5,
+        pairs=_reduced(_ON_5),
     ),
     "shipped": _study(
         "study-shipped", "As the README's diff runs: digits, momentum 0.9, biases in full", _BATCHES, _RATES,

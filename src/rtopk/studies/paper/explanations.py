@@ -10,7 +10,7 @@ from typing import Any
 
 from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
-from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
+from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow, row_with, study_of
 
 _LENGTH = ("rounds", "batch", "examples", "local_steps", "evaluate_every")  # smoke runs keep their own
 
@@ -58,22 +58,16 @@ def _shared_rate(number: int, rate: float, density: float) -> Table:
     )  # fmt: skip
 
 
-def _row(
-    method: str, note: str = "", density: float = 0.01, mean: Mean = "nodes", **options: Any
-) -> TableRow:
-    return TableRow(method, density, None, mean, note, tuple(sorted(options.items())))
-
-
 _BOTH = ("rtop-k", "top-k")
 
 
 def _memory(number: int, memory: str, density: float = 0.01) -> Table:
     """Rows with the memory that the table does not have."""
     means: tuple[Mean, ...] = ("received", "nodes")
-    rows = [_row(method, density=density, mean=mean) for method in _BOTH for mean in means]
+    rows = [row_with(method, density=density, mean=mean) for method in _BOTH for mean in means]
     told = "No memory" if memory == "none" else "With error feedback"
     return _changed(
-        f"why-memory-{number}", number, told, [*rows, _row("random-k", density=density)], memory=memory
+        f"why-memory-{number}", number, told, [*rows, row_with("random-k", density=density)], memory=memory
     )
 
 
@@ -87,7 +81,7 @@ def _versus(
 ) -> Table:
     """Run rTop-k and top-k one way and another, and compare the two ways as well as the two methods."""
     one, other = [
-        [_row(method, note, density, **own) for method in _BOTH]
+        [row_with(method, note, density, **own) for method in _BOTH]
         for note, own in zip(notes, options, strict=True)
     ]
     return _changed(f"why-{name}", number, title, [*one, *other], list(zip(one, other, strict=True)))
@@ -96,7 +90,7 @@ def _versus(
 def _draws() -> Table:
     means: tuple[Mean, ...] = ("nodes", "received")
     rows = [
-        _row("rtop-k", note, mean=mean, **own)
+        row_with("rtop-k", note, mean=mean, **own)
         for mean in means
         for note, own in (("nodes draw alike", {"same_draws": True}), ("each for itself", {}))
     ]
@@ -109,8 +103,8 @@ def _sum(number: int, density: float) -> Table:
     """The commented-out algorithm: rTop-k scaled by r / (n k), with r = n k a sum, beside the mean."""
     summed: dict[str, Any] = {"centre_rate": 5.0}
     rows = [
-        _row("rtop-k", "summed", density, **summed), _row("top-k", "summed", density, **summed),
-        _row("rtop-k", "averaged", density), _row("top-k", "averaged", density),
+        row_with("rtop-k", "summed", density, **summed), row_with("top-k", "summed", density, **summed),
+        row_with("rtop-k", "averaged", density), row_with("top-k", "averaged", density),
     ]  # fmt: skip
     return _changed(
         f"why-sum-{number}", number, "The sum of the nodes' updates (a centre's rate of 5) against their mean",
@@ -123,8 +117,8 @@ def _long(name: str, examples: int, rounds: int) -> Table:
     rows = [TableRow("dense", 1.0)]
     for density in (0.01, 0.001):
         rows += [
-            _row("rtop-k", density=density), _row("top-k", density=density),
-            _row("rtop-k", "r = 2 k", density, r_over_k=2.0),
+            row_with("rtop-k", density=density), row_with("top-k", density=density),
+            row_with("rtop-k", "r = 2 k", density, r_over_k=2.0),
         ]  # fmt: skip
     return _changed(
         name, 2, f"{rounds} rounds of a local epoch on {examples or 50_000:,} images, error feedback", rows,
@@ -137,17 +131,13 @@ def _agree(
 ) -> Table:
     """How far the nodes' largest entries agree: fewer in small batches."""
     rows = [
-        _row(method, f"{nodes} nodes, batch {batch}", nodes=nodes, batch=batch)
+        row_with(method, f"{nodes} nodes, batch {batch}", nodes=nodes, batch=batch)
         for nodes, batches in sizes
         for batch in batches
         for method in _BOTH
     ]
-    smoke = dataclasses.replace(task, rounds=4, evaluate_every=2)
-    setups: dict[Scale, Setup] = {
-        "smoke": Setup(smoke, rates[:1], 2, beyond=0), "small": Setup(task, rates, task.rounds // 2),
-    }  # fmt: skip
     title = "Batch and nodes, which decide how far nodes agree, error feedback, 99 %"
-    return Table(f"study-{name}", title, None, tuple(rows), setups)
+    return study_of(f"study-{name}", title, task, rates, rows, task.rounds // 2)
 
 
 _CIFAR = TABLES[1].setups["small"].config
@@ -185,7 +175,7 @@ EXPLANATIONS = {
     ),
     "why-batch-norm-1": dataclasses.replace(
         _changed(
-            "why-batch-norm-1", 1, "BatchNorm, 600 rounds", [_row(m) for m in _BOTH],
+            "why-batch-norm-1", 1, "BatchNorm, 600 rounds", [row_with(m) for m in _BOTH],
             task="cifar10-narrow", rounds=600, warm_up=0,
         ),
         small="a ResNet-8 with BatchNorm, CIFAR-10 at 32 x 32",

@@ -11,7 +11,7 @@ from typing import Any
 
 from rtopk.aggregate import Mean
 from rtopk.studies.config import Config
-from rtopk.studies.paper import TABLES, Scale, Setup, Table, TableRow
+from rtopk.studies.paper import TABLES, Table, TableRow, row_with, study_of
 
 DENSITY = 0.01
 MEANS: tuple[Mean, ...] = ("nodes", "received")
@@ -53,9 +53,9 @@ class Design:
         options = {name: value for _, own in levels for name, value in own.items()}
         note = ", ".join(words for words, _ in levels)
         if rule == "top-k":
-            return TableRow("top-k", DENSITY, None, mean, note, tuple(sorted(options.items())))
+            return row_with("top-k", note, DENSITY, mean, **options)
         options["r_over_k"] = RULES[rule] or float(options["nodes"])
-        return TableRow("rtop-k", DENSITY, None, mean, f"{note}, {rule}", tuple(sorted(options.items())))
+        return row_with("rtop-k", f"{note}, {rule}", DENSITY, mean, **options)
 
     @property
     def jobs(self) -> list[tuple[int, ...]]:
@@ -64,14 +64,9 @@ class Design:
 
     def table(self, name: str) -> Table:
         """Return the design as a study."""
-        smoke = dataclasses.replace(self.config, rounds=4, evaluate_every=2)
-        setups: dict[Scale, Setup] = {
-            "smoke": Setup(smoke, self.rates[:1], 2, beyond=0),
-            "small": Setup(self.config, self.rates, self.config.rounds, tuning_seeds=self.tuning_seeds),
-        }
         rows = [self.row(*cell) for cell in product(self.jobs, RULES, MEANS)]
         title = f"The map on {self.config.task}: memory x mean x overlap x nodes x rounds, 99 %"
-        return Table(f"study-{name}", title, None, tuple(rows), setups)
+        return study_of(f"study-{name}", title, self.config, self.rates, rows, tuning_seeds=self.tuning_seeds)
 
 
 _CIFAR = dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=300, evaluate_every=75)

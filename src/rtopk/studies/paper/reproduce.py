@@ -9,7 +9,7 @@ allows. Only scores on validation data count, their mean where a rate runs with 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,12 @@ def search(
     low, high = (grid[0] / grid[1], grid[-1] / grid[-2]) if len(grid) > 1 else (1.0, 1.0)
     tried: dict[float, list[Record]] = {}
     wanted, whole = list(grid), False
-    for left in range(beyond, -1, -1):
+    left = iter(range(beyond))
+
+    def further(rate: float, up: bool) -> float | None:
+        return None if next(left, None) is None else float(f"{rate * (high if up else low):.4g}")
+
+    while wanted:
         runs = {rate: runs_of(rate) for rate in wanted}
         missing = [run for group in runs.values() for run in group if run.key not in records]
         done = {
@@ -86,11 +91,17 @@ def search(
             partly = tried if whole else {rate: group for rate, group in done.items() if group}
             return Tuning(partly, tuple(missing), whole)
         tried, whole = dict(sorted({**tried, **done}.items())), True
-        found = Tuning(tried)
-        if not found.at_edge or not left:
-            break
-        wanted = [float(f"{found.rate * (low if found.rate == min(tried) else high):.4g}")]
+        wanted = next_rates(Tuning(tried).rate, tried, further)
     return Tuning(tried)
+
+
+def next_rates(
+    best: float, tried: Collection[float], further: Callable[[float, bool], float | None]
+) -> list[float]:
+    """Return the rate to try next, if the best is the smallest or (upwards) the largest of those tried."""
+    at_edge = len(tried) > 1 and best in (min(tried), max(tried))
+    rate = further(best, best == max(tried)) if at_edge else None
+    return [] if rate is None else [rate]
 
 
 def note_choice(file: Path, of: Record, groups: Sequence[Sequence[Record]], chosen: float) -> None:

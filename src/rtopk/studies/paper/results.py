@@ -17,7 +17,7 @@ from rtopk.studies.train.records import Record, SeedRuns, read
 from rtopk.studies.train.runner import key_of
 from rtopk.tools.show.intervals import Lead, Verdict, judge, margin, p_value, plus_minus, rules
 from rtopk.tools.show.palette import style
-from rtopk.tools.show.terminal import markdown
+from rtopk.tools.show.terminal import markdown, save_picture
 
 Kind = tuple[str, float]  # method, density
 
@@ -283,8 +283,7 @@ def draw_figure(table: Table, scale: Scale, results: Path, path: Path) -> bool:
         axes[1].legend(fontsize=8)
     figure.suptitle(f"{table.heading(scale)}: scale {scale}, as the paper's figure {table.figure}")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
     return True
 
 

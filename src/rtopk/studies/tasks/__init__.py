@@ -196,7 +196,7 @@ def load(config: Config) -> Task:
 
 
 @dataclass(frozen=True)
-class Found:
+class DataSetState:
     """What is known of one data set."""
 
     name: str
@@ -250,18 +250,18 @@ SETS: tuple[tuple[str, tuple[str, ...], Callable[[Path], str], str], ...] = (
 )
 
 
-def inventory() -> list[Found]:
+def inventory() -> list[DataSetState]:
     """Say which data sets are in the data folder, whole or not, and which tables need them."""
     found = []
     for name, folders, check, needed_for in SETS:
         try:
             folder = find(*folders)
         except DataError:
-            found.append(Found(name, "missing", f"no folder {' or '.join(folders)}", needed_for))
+            found.append(DataSetState(name, "missing", f"no folder {' or '.join(folders)}", needed_for))
             continue
         try:
             own = "; held to its own MD5SUMS, not to the published sums" if (folder / OWN).exists() else ""
-            found.append(Found(name, "ok", f"{folder}: {check(folder)}{own}", needed_for))
+            found.append(DataSetState(name, "ok", f"{folder}: {check(folder)}{own}", needed_for))
         except DataError as error:
-            found.append(Found(name, "damaged", str(error), needed_for))
+            found.append(DataSetState(name, "damaged", str(error), needed_for))
     return found

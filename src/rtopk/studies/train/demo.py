@@ -16,6 +16,7 @@ from statistics import mean, stdev
 from rtopk.studies.config import Config
 from rtopk.studies.train.records import Record
 from rtopk.tools.show.palette import style, with_compression
+from rtopk.tools.show.terminal import save_picture
 
 ROWS = (("dense", 1.0), ("top-k", 0.01), ("random-k", 0.01), ("rtop-k", 0.01), ("rtop-k", 0.001))
 
@@ -120,8 +121,7 @@ def score_against_bytes(records: Sequence[Record], path: Path) -> None:
         axis.legend(fontsize=8, loc="lower right")
     axes[0][0].set_ylabel(f"{rows[0].metric} on held-out data (%)")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_picture(figure, path, dpi=120)
 
 
 def _is(record: Record, row: MethodSummary) -> bool:

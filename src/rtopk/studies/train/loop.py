@@ -287,6 +287,11 @@ class Run:
         for name, buffer in self.model.named_buffers():
             values = [node.buffers[name] for node in self.nodes]
             buffer.copy_(torch.stack(values).mean(0) if buffer.is_floating_point() else values[0])
+        return self.scores()
+
+    @torch.no_grad()
+    def scores(self) -> dict[str, float]:
+        """Return the task's scores of the model as it is."""
         self.model.eval()
         try:
             return self.task.evaluate(self.model)

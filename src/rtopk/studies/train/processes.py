@@ -20,6 +20,7 @@ from rtopk import ddp
 from rtopk.exchange import OWNER
 from rtopk.layout import nothing, one_dimensional
 from rtopk.local import UnevenGather
+from rtopk.state_file import byte_tensor
 from rtopk.studies.config import Config
 from rtopk.studies.tasks import Task
 from rtopk.studies.train.loop import Diverged, Run, seeded
@@ -155,7 +156,7 @@ class ProcessRun(Run):
         """Bring the parts of all processes to all of them."""
         buffer = io.BytesIO()
         torch.save(dict(part), buffer)
-        raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        raw = byte_tensor(buffer.getvalue())
         return [bytes(message.numpy()) for message in self.gather.exchange([raw])]
 
 

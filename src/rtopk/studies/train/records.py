@@ -30,10 +30,10 @@ Record = dict[str, Any]
 def environment() -> dict[str, str | int]:
     """Describe what a run ran on."""
     return {
-        "rtopk": _version("rtopk"),
+        "rtopk": installed("rtopk"),
         "torch": torch.__version__,
-        "numpy": _version("numpy"),
-        "numba": _version("numba"),
+        "numpy": installed("numpy"),
+        "numba": installed("numba"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
@@ -102,7 +102,7 @@ class SeedRuns:
     @property
     def higher_is_better(self) -> bool:
         """Say which way the metric improves."""
-        return bool(self.records[0]["higher_is_better"])
+        return bool(self.records[0].get("higher_is_better", True))
 
     @property
     def scores(self) -> list[float]:
@@ -112,7 +112,9 @@ class SeedRuns:
     @property
     def by_seed(self) -> dict[int, float]:
         """Return the final score of each seed."""
-        return {record["config"]["seed"]: float(record["final"][self.metric]) for record in self.records}
+        return {
+            record["config"].get("seed", 0): float(record["final"][self.metric]) for record in self.records
+        }
 
     @property
     def mean(self) -> float:
@@ -186,7 +188,8 @@ def score(record: Record) -> float:
     return value if record["higher_is_better"] else -value
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
+    """Return the version of a package, or say that there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

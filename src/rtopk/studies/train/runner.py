@@ -179,11 +179,11 @@ _busy = threading.Lock()  # held while a run is under way
 def _start_worker(stop: Event, reports: "SimpleQueue[tuple[str, int]]") -> None:
     global _stop, _reports  # how a pool hands things to its workers
     _stop, _reports = stop, reports
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
     """End the worker when its parent is gone, however it went; a run that is under way saves itself first."""
     parent = multiprocessing.parent_process()
     if parent is None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rtopk.codec import HEADER, SHORT, Codec
+from rtopk.exchange import NOTE_BYTES
 from rtopk.replicas.control import SIZE as CONTROL_BYTES
+from rtopk.sparsifier import entries_sent
 from rtopk.studies.bench import FORWARD
 from rtopk.studies.bench.link import METHODS
 from rtopk.tools.advise.machine import Machine
@@ -22,7 +24,6 @@ from rtopk.tools.show.palette import with_density
 
 HEADERS = (1514 + 66 / 2) / 1448  # Ethernet, IP and TCP, and an acknowledgement for every other segment
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes; DDP's defaults
-NOTE_BYTES = 16  # size and digest, to every node before the parts
 PART_MS = 0.4  # to encode, shorten, restore and decode a part of few entries, both ways
 TENSORS = 60  # assumed where only the number of entries is known
 
@@ -127,7 +128,7 @@ def _predict(
 
 def _predict_ours(machine: Machine, work: Workload, link: Link, density: float, values: str) -> Prediction:
     n, size, tail = link.nodes, work.size, work.dense_size
-    entries = max(1, round(density * (size - tail))) + tail
+    entries = entries_sent(size - tail, density) + tail
     payload = CONTROL_BYTES + Codec(values=values, fixed=True, dense_size=tail).capacity(size, entries)
     received = payload * (n - 1)
     local = (
@@ -136,8 +137,7 @@ def _predict_ours(machine: Machine, work: Workload, link: Link, density: float, 
         + machine.average[values].seconds(size, n * entries)
     ) * link.sharing
     wire = _wire(machine, link, received, n - 1)
-    step = 1e-3 * work.step_ms + local + wire
-    return Prediction("rtopk", density, values, 1e3 * step, 1e3 * local, 1e3 * wire, payload, received)
+    return _after_backward("rtopk", work, density, values, local, wire, payload, received)
 
 
 def _predict_all_reduce(
@@ -145,7 +145,7 @@ def _predict_all_reduce(
 ) -> Prediction:
     """A node encodes n parts, averages its share of the entries, passes 1/n on, and decodes n payloads."""
     n, size, tail = link.nodes, work.size, work.dense_size
-    entries = max(1, round(density * (size - tail))) + tail
+    entries = entries_sent(size - tail, density) + tail
     parts = Codec(values=values, dense_size=tail // n, fixed=True).capacity(size // n, entries // n)
     parts += SHORT.size - HEADER.size
     host = machine.host or machine
@@ -158,10 +158,16 @@ def _predict_all_reduce(
         + 1e-3 * PART_MS * n
     ) * link.sharing
     wire = _wire(machine, link, received, n + 1)
+    return _after_backward("rtopk-allreduce", work, density, values, local, wire, received, received)
+
+
+def _after_backward(
+    method: str, work: Workload, density: float, values: str, local: float, wire: float, payload: float,
+    received: float,
+) -> Prediction:  # fmt: skip
+    """Return the prediction of a method that begins at the end of backward."""
     step = 1e-3 * work.step_ms + local + wire
-    return Prediction(
-        "rtopk-allreduce", density, values, 1e3 * step, 1e3 * local, 1e3 * wire, received, received
-    )
+    return Prediction(method, density, values, 1e3 * step, 1e3 * local, 1e3 * wire, payload, received)
 
 
 OURS = {"rtopk": _predict_ours, "rtopk-allreduce": _predict_all_reduce}
@@ -184,7 +190,7 @@ def _wire(machine: Machine, link: Link, received: float, messages: int) -> float
 
 def _payload_entries(work: Workload, method: str, density: float | None) -> float:
     if density is not None:
-        return max(1, round(density * work.size))
+        return entries_sent(work.size, density)
     if not method.startswith("powersgd"):
         return work.size
     rank, total = int(method[-1]), 0

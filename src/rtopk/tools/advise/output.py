@@ -10,6 +10,7 @@ from rtopk.tools.advise.advice import Advice, Compared, Point, median_error
 from rtopk.tools.advise.cost import Prediction
 from rtopk.tools.show import palette
 from rtopk.tools.show.palette import is_dark
+from rtopk.tools.show.terminal import save_picture
 
 Rows = list[list[str]]  # the first is the heading
 
@@ -130,7 +131,7 @@ def draw_winners(points: Sequence[Point], path: Path) -> None:
     patches = [Patch(color=colour, label=label) for label, colour in COLOURS.items() if label in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle("Recommended method; the number is how many times as fast as dense", size=10)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def draw_compared(compared: Sequence[Compared], path: Path) -> None:
@@ -150,4 +151,4 @@ def draw_compared(compared: Sequence[Compared], path: Path) -> None:
     axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured step, ms")
     axis.set(ylabel="predicted step, ms", title="Predicted against measured; grey is ±20 %")
     axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)

@@ -1,4 +1,4 @@
-"""`rtopk bench`: measure the parts against their floors and rivals."""
+"""`rtopk bench` (the parts against their floors and rivals) and `rtopk selftest` (the library on a device)."""
 
 import json
 from dataclasses import replace
@@ -27,6 +27,7 @@ def compress(
 
     Accumulate, select and subtract, beside the floor and two rivals.
     """
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench import compress as bench
     from rtopk.studies.bench import compress_report as report
     from rtopk.tools.show.terminal import errors
@@ -36,7 +37,7 @@ def compress(
     with errors.status("") as status:
         measured = list(bench.measure(plan, status.update))
         if as_json:
-            print(json.dumps(bench.as_json([row for _, rows in measured for row in rows])))
+            print(json.dumps(to_json(row for _, rows in measured for row in rows)))
             return
         status.update("memory, second scans")
         extras = report.measure_extras(quick)
@@ -95,6 +96,7 @@ def link(
     Computation is replaced by waiting for as long as a real step takes on one core.
     """
     from rtopk.studies.bench import MODELS
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench import link as bench
     from rtopk.studies.bench import link_report as report
     from rtopk.tools.show.terminal import console, errors
@@ -131,11 +133,11 @@ def link(
         for cell in bench.measure(plan, tell, rows) if show is None else ():
             rows += cell
             if out is not None:
-                out.write_text(json.dumps(bench.as_json(rows), indent=1) + "\n")
+                out.write_text(json.dumps(to_json(rows), indent=1) + "\n")
     if picture is not None:
         report.draw_measured(rows, plan.nodes[0], picture)
     if as_json:
-        print(json.dumps(bench.as_json(rows)))
+        print(json.dumps(to_json(rows)))
     elif markdown:
         print(report.markdown(rows))
     else:
@@ -176,6 +178,7 @@ def exchange(
 
     Both exchanges, PowerSGD, Ok-Topk's bound and dense, on real gradients of ResNet-18 and of an LSTM.
     """
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench import exchange as bench
     from rtopk.tools.show import terminal
 
@@ -185,7 +188,7 @@ def exchange(
     if picture is not None:
         bench.draw(rows, picture)
     if as_json:
-        print(json.dumps(bench.as_json(rows)))
+        print(json.dumps(to_json(rows)))
         return
     for title, found in bench.panels(rows).items():
         cells = [bench.cells(row) for row in found]
@@ -202,15 +205,14 @@ def start(
     ranks: int = typer.Option(8, min=1, help="Ranks that start at once."),
 ) -> None:
     """Measure help, imports and the first step, cold and warm."""
-    from dataclasses import asdict
-
+    from rtopk.studies.bench import as_json as to_json
     from rtopk.studies.bench.start import measure
     from rtopk.tools.show.terminal import console, errors, table
 
     with errors.status("") as status:
         found = measure(runs, ranks, status.update if errors.is_terminal else errors.print)
     if as_json:
-        print(json.dumps({"rows": [asdict(row) for row in found]}))
+        print(json.dumps(to_json(found)))
         return
     cells = [[row.name, f"{row.seconds:.2f}", f"{row.cpu_seconds:.2f}"] for row in found]
     console.print(table(f"Start-up, median of {runs}", ["", "seconds", "CPU seconds"], cells))
@@ -244,3 +246,40 @@ def aggregate(
     print(
         f"memory beside the payloads  {found.peak_bytes / 1e6:8.1f} MB  {found.over_dense:.2f} dense vectors"
     )
+
+
+def selftest(
+    device: str = typer.Option("", "--device", help="cuda, cuda:1 or cpu; the first card if there is one."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    out: Path | None = typer.Option(None, "--out", help="Folder for selftest.md and selftest.json."),
+    small: bool = typer.Option(False, "--small", help="A few hundred entries, no figures worth keeping."),
+) -> None:
+    """Check the library on a device against the CPU, to the bit.
+
+    Also trains with two ranks, and measures a step beside add_, topk and DGC. Two minutes at most. Please send
+    us the report, whether it passed or not.
+    """
+    import torch
+
+    from rtopk.studies.bench import selftest as checks
+    from rtopk.tools.show.terminal import errors
+
+    cards = torch.cuda.device_count()
+    known = ["cpu", *(["cuda"] if cards else []), *(f"cuda:{card}" for card in range(cards))]
+    device = device or ("cuda" if cards else "cpu")
+    if device not in known:
+        seen = f"sees {cards} of them" if cards else "sees no card"
+        raise ValueError(
+            f"--device {device}: torch {torch.__version__} {seen} here; use {' or '.join(known)}"
+        )
+    chosen = torch.device(device)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # now, not after two minutes
+    report = checks.run(chosen, checks.SMALL if small else None, errors.print)
+    page, record = checks.markdown(report), json.dumps(report.as_json(), indent=1)
+    if out is not None:
+        (out / "selftest.md").write_text(page + "\n")
+        (out / "selftest.json").write_text(record + "\n")
+    print(record if as_json else page)
+    if not report.passed:
+        raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rtopk.studies.config import Config, methods
-from rtopk.tools.cli.options import wrong_use
+from rtopk.tools.cli import wrong_use
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -269,11 +269,10 @@ def predict(
 
     import torch
 
-    from rtopk.studies.lab.prediction import predict as learn
-    from rtopk.studies.lab.prediction import watch
+    from rtopk.studies.lab import arrival
     from rtopk.studies.paper.regimes import DESIGNS
     from rtopk.studies.paper.regimes_page import maps
-    from rtopk.tools.cli.options import set_environment
+    from rtopk.tools.cli import set_environment
     from rtopk.tools.show.terminal import console, counted
 
     with wrong_use():
@@ -293,9 +292,9 @@ def predict(
     torch.set_num_threads(1)
     set_environment(data_dir)
     with counted("rounds", 4 * rounds) as step:
-        found = watch(DESIGNS[study], rounds, step)
+        found = arrival.watch(DESIGNS[study], rounds, step)
     if known != "none":
-        found = learn(found, DESIGNS[study], whole[known])
+        found = arrival.predict(found, DESIGNS[study], whole[known])
     file = results / f"prediction-{study}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"study": study, "from": known, "cells": found}, indent=1) + "\n")

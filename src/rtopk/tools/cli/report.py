@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from rtopk.tools.cli.options import wrong_use
+from rtopk.tools.cli import wrong_use
 
 if TYPE_CHECKING:
     from rtopk.tools.advise.output import Rows

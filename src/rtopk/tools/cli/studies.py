@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtopk.tools.cli.options import set_environment, wrong_use
+from rtopk.tools.cli import set_environment, wrong_use
 from rtopk.tools.show.intervals import judge, plus_minus
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ def gpt(
     if not recorded:
         with ExitStack() as stack:
 
-            def stage(wanted: Sequence[tuple[str, local.Run]]) -> Any:
+            def stage(wanted: Sequence[tuple[str, local.LocalRun]]) -> Any:
                 stack.close()  # the display of the stage before
                 return stack.enter_context(runs_progress([(run.key, label, 1) for label, run in wanted]))
 

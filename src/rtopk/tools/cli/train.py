@@ -12,7 +12,7 @@ import typer
 
 from rtopk.studies.config import Config
 from rtopk.studies.federation import Federation
-from rtopk.tools.cli.options import options_of, set_environment, wrong_use
+from rtopk.tools.cli import options_of, set_environment, wrong_use
 
 
 @options_of(Config)

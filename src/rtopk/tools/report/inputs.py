@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+from rtopk.studies.train.records import Record
+
 HEAD = ("config", "metric")
 NEEDED = (*HEAD, "curve", "final")
 CONFIG = {"task": str, "setting": str, "method": str, "density": float, "nodes": float, "rounds": float}

@@ -1,4 +1,4 @@
-"""Inputs -> one HTML page: text and tables first, pictures for pages without scripts, plots for those with.
+"""Inputs -> one HTML page: text and tables, and plots that a script draws; without scripts the tables stand.
 
 The page loads nothing: style, script and data are inside, and its security policy forbids the network. The page of
 runs that go on is served on 127.0.0.1, and asks its own server for the news; files are read again only when one of
@@ -124,24 +124,22 @@ class Page:
     def _sections(self) -> Iterator[str]:
         parts = self.parts()
         if self.panels:
-            drawn = [{} if self.live else plots.all_of(panel) for panel in self.data]
             yield _section("first", "What it shows", _part(parts, "run") + _part(parts, "shows"))
             yield '<div id="controls" hidden></div>'
-            yield f'<section id="headline">{self._figures("headline", drawn)}</section>'
+            yield f'<section id="headline">{self._figures("headline")}</section>'
             yield _section("summary", "Every method", _part(parts, "summary"))
             if parts["paper"]:
                 yield _section("paper", "Beside the paper", _part(parts, "paper"))
             for plot, heading in PLOTS.items():
                 more = _part(parts, plot) if plot in ("ledger", "time") else ""
-                figures = self._figures(plot, drawn)
+                figures = self._figures(plot)
                 if "<figure" in figures or (more and parts[plot]):
                     yield _section(plot, heading, figures + more)
         number = 0
         for i, (title, _, charts) in enumerate(self.studies):
             html = ""
             for chart in charts:
-                static = "" if self.live else plots.chart(chart)
-                html += _figure(f"chart-{number}", chart["title"], f'data-chart="{number}"', static)
+                html += _figure(f"chart-{number}", chart["title"], f'data-chart="{number}"')
                 number += 1
             yield _section(
                 f"study-{i}-section", title, f'<div class="figures">{html}</div>' + _part(parts, f"study-{i}")
@@ -149,7 +147,7 @@ class Page:
         if self.panels:
             yield _section("environment", "To repeat it", _part(parts, "environment"))
 
-    def _figures(self, plot: str, drawn: Sequence[Mapping[str, str]]) -> str:
+    def _figures(self, plot: str) -> str:
         found = []
         for i, panel in enumerate(self.data):
             if not panel["series"] or (plot == "time" and not any(one["spent"] for one in panel["series"])):
@@ -158,14 +156,13 @@ class Page:
                 continue  # the table has the number
             note = f"{panel['title']}. {NOTES[plot]}"
             data = f'data-plot="{plot}" data-panel="{i}"'
-            found.append(_figure(f"{plot}-{i}", note, data, drawn[i].get(plot, "")))
+            found.append(_figure(f"{plot}-{i}", note, data))
         return f'<div class="figures">{"".join(found)}</div>'
 
 
-def _figure(name: str, caption: str, data: str, static: str) -> str:
+def _figure(name: str, caption: str, data: str) -> str:
     return (
-        f'<figure id="{name}" {data}><div class="static">{static}</div>'
-        f'<div class="plot" role="img" aria-label="{escape(caption)}"></div>'
+        f'<figure id="{name}" {data}><div class="plot" role="img" aria-label="{escape(caption)}"></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from rtopk.tools.report.inputs import Record, is_going_on
+from rtopk.studies.train.records import Record, SeedRuns
+from rtopk.tools.report.inputs import is_going_on
 from rtopk.tools.show import palette
-from rtopk.tools.show.intervals import Lead, half_width, lead
+from rtopk.tools.show.intervals import half_width
 from rtopk.tools.show.palette import with_compression
 
 POINTS = 150  # of a curve on the page; more can neither be seen nor kept small
@@ -31,7 +32,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Series:
+class Series(SeedRuns):
     """Runs that differ only by seed."""
 
     panel: str
@@ -52,19 +53,14 @@ class Series:
         return str(self.runs[0]["metric"])
 
     @property
-    def higher_is_better(self) -> bool:
-        """Say which way is up."""
-        return bool(self.runs[0].get("higher_is_better", True))
-
-    @property
     def is_dense(self) -> bool:
         """Say whether it sends everything."""
         return bool(self.config["method"] == "dense")
 
     @property
-    def measured(self) -> list[Record]:
+    def records(self) -> tuple[Record, ...]:  # type: ignore[override]
         """Return the runs that have been evaluated at least once."""
-        return [run for run in self.runs if run["curve"]]
+        return tuple(run for run in self.runs if run["curve"])
 
     @property
     def going_on(self) -> bool:
@@ -74,15 +70,7 @@ class Series:
     @property
     def scores(self) -> list[float]:
         """Return the score at the end of each run."""
-        return [run["final"][self.metric] for run in self.measured]
-
-    def lead(self, other: "Series") -> Lead:
-        """Return how far it is ahead of another series."""
-        one, them = (
-            {run["config"].get("seed", 0): run["final"][self.metric] for run in s.measured}
-            for s in (self, other)
-        )
-        return lead(one, them, self.metric, self.higher_is_better)
+        return [run["final"][self.metric] for run in self.records]
 
     def score(self) -> Estimate:
         """Return the score at the end."""
@@ -90,12 +78,12 @@ class Series:
 
     def over_runs(self, value: Callable[[Record], float]) -> float:
         """Return the mean of something over the runs."""
-        return fmean(value(run) for run in self.measured)
+        return fmean(value(run) for run in self.records)
 
     def curve(self, value: Callable[[Record], float]) -> list[Estimate]:
         """Return an estimate at every point that all runs have, thinned to what a page can show."""
-        length = min(len(run["curve"]) for run in self.measured)
-        return [estimate([value(run["curve"][i]) for run in self.measured]) for i in thinned(length)]
+        length = min(len(run["curve"]) for run in self.records)
+        return [estimate([value(run["curve"][i]) for run in self.records]) for i in thinned(length)]
 
 
 def thinned(length: int, limit: int = POINTS) -> list[int]:

@@ -47,7 +47,7 @@ def what_was_run(panels: Panels, tuning: int = 0) -> str:
 
 def what_it_shows(panels: Iterable[Sequence[Series]]) -> list[str]:
     """Say of each panel how two compressed methods compare with dense, all judged together, or which is ahead."""
-    named = [_named([one for one in series if one.measured]) for series in panels]
+    named = [_named([one for one in series if one.records]) for series in panels]
     pairs = [(one, dense) for _, ones, dense in named if dense for one in ones]
     judged = judge([one.lead(dense) for one, dense in pairs])
     gaps = iter(_gap(*pair, verdict, len(pairs)) for pair, verdict in zip(pairs, judged, strict=True))
@@ -148,7 +148,7 @@ def _per_panel(
     """Return a table for each panel. `row` gets a series and the panel's dense one; an empty row is left out."""
     parts = []
     for panel, series in panels.items():
-        measured = [one for one in series if one.measured]
+        measured = [one for one in series if one.records]
         dense = next((one for one in measured if one.is_dense), None)
         rows = [cells for one in measured if (cells := row(one, dense))]
         if rows:
@@ -167,7 +167,7 @@ def methods(panels: Panels) -> str:
     def row(one: Series, dense: Series | None) -> list[str]:
         sent, score = one.over_runs(_sent), one.score()
         less = f"{dense.over_runs(_sent) / sent:,.1f}" if dense else "–"
-        done = min(run["final"]["round"] for run in one.measured)
+        done = min(run["final"]["round"] for run in one.records)
         rounds = f"{done:,}" + (f" of {one.config['rounds']:,}" if one.going_on else "")
         return [one.label, str(score), str(score.count), f"{sent:,.0f}", less, rounds]
 
@@ -241,7 +241,7 @@ def beside_paper(panels: Panels) -> str:
     for series in panels.values():
         for one in series:
             told = one.runs[0].get("paper")
-            if told is not None and one.measured:
+            if told is not None and one.records:
                 found.setdefault((told["table"], told.get("scale", "")), []).append(one)
     return "".join(_table(number, scale, series) for (number, scale), series in sorted(found.items()))
 

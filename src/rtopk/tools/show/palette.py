@@ -10,7 +10,6 @@ METHODS = (
 )  # fmt: skip
 LIGHT = ("#1a1a1a", "#0072b2", "#008a64", "#d55e00", "#a3487f", "#806000", "#707070", "#4b3fa7", "#8c1c13")
 DARK = ("#f2f2f2", "#56b4e9", "#2fc79a", "#ff8a3d", "#e29ac7", "#f0e442", "#a0a0a0", "#a99cff", "#c2705f")
-DASHES = ("solid", "dash", "dot", "dashdot")
 PLOTLY_MARKERS = (
     "square", "triangle-up", "triangle-down", "circle", "diamond", "x",
     "cross", "star", "hexagon",

@@ -1,15 +1,19 @@
-"""What commands print: tables (on the terminal and in Markdown), JSON, and the progress of runs."""
+"""What commands print and write: tables (on the terminal and in Markdown), JSON, pictures, the progress of runs."""
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EVERY = 5.0  # seconds between lines of progress; more in a long job
 
@@ -45,6 +49,12 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str | None]], right: 
     return [
         "|" + "".join(" |" if cell is None else f" {cell} |" for cell in row) for row in (heads, rule, *rows)
     ]
+
+
+def save_picture(figure: "Figure", path: Path, dpi: int = 110) -> None:
+    """Write a picture, and the folder that it goes into."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
 
 
 def make_progress() -> Progress:

@@ -1,4 +1,4 @@
-// Draws the model inside the page with plotly.js; without this script the static pictures and tables stand.
+// Draws the model inside the page with plotly.js; without this script the tables stand.
 "use strict";
 (() => {
   let model = JSON.parse(document.getElementById("model").textContent);
@@ -12,7 +12,8 @@
     y: { score: "score", loss: "loss", train_loss: "training loss" },
   };
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const colour = (slot) => css(`--s${slot < 8 ? slot : 1 + ((slot - 1) % 7)}`);
+  const place = (slot) => (slot < model.markers.length ? slot : 1 + ((slot - 1) % (model.markers.length - 1)));  // palette.slot
+  const colour = (slot) => css(`--s${place(slot)}`);
   const faint = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
   const compact = window.matchMedia("(max-width: 40rem)");
 
@@ -31,7 +32,7 @@
   const shown = (panel) => panel.series.filter((one) => !chosen.hidden.has(one.label));
   const line = (one, width = 2) => ({ color: colour(one.slot), dash: DASHES[one.dash % 4], width });
   const marker = (one, size) => ({
-    color: one.dash ? css("--back") : colour(one.slot), symbol: model.markers[one.slot < 8 ? one.slot : 1 + ((one.slot - 1) % 7)], size,
+    color: one.dash ? css("--back") : colour(one.slot), symbol: model.markers[place(one.slot)], size,
     line: { color: colour(one.slot), width: 2 },
   });
   const withHalf = (mean, half) => (half === null ? "" : ` ± ${half.toPrecision(3)}`);
