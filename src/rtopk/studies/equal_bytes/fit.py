@@ -230,6 +230,25 @@ def run_together(
     return results
 
 
+def expected_runs(panels: Sequence[Panel], seeds: int) -> list[int]:
+    """Return about how many runs each group takes; a search knows at its end: say three rates, and two fits."""
+    return [len(group) * (2 + 3 * group[0][0].tuning_seeds + seeds) for group in side_by_side(panels)]
+
+
+def run_panels(
+    panels: Sequence[Panel], seeds: int, run: Runner, file: Path, on_group: Callable[[int], None]
+) -> list[EntrantResult]:
+    """Run what is missing of some panels; a group is noted before the next one, which may take hours."""
+    results: list[EntrantResult] = []
+    for number, group in enumerate(side_by_side(panels)):
+        here = run_together([entrant_runs(*entrant, seeds) for entrant in group], run)
+        for result in here:
+            note(file, result)
+        results += here
+        on_group(number)
+    return results
+
+
 def recorded_results(panel: Panel, file: Path, seeds: int) -> list[EntrantResult]:
     """Return what is recorded of a panel, with all its seeds, at least so many.
 

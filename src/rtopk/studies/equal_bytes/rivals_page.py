@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtopk.studies.equal_bytes import Budget, Entrant, Panel, suitable_mean
-from rtopk.studies.equal_bytes.fit import CLOSE, EntrantResult
+from rtopk.studies.equal_bytes import PANELS, Budget, Entrant, Panel, suitable_mean
+from rtopk.studies.equal_bytes.fit import CLOSE, EntrantResult, recorded_results
+from rtopk.studies.paper.results import insert
 from rtopk.tools.show.intervals import Verdict, judge, plus_minus, rules
 from rtopk.tools.show.palette import mixed, style
 from rtopk.tools.show.terminal import markdown as markdown_table
@@ -126,6 +127,31 @@ VERDICTS = (
     "<!-- verdicts: begin (written by every `rtopk rivals --task ... --recorded --write docs/rivals.md`) -->",
     "<!-- verdicts: end -->",
 )
+
+
+def check_page(page: Path, task: str) -> None:
+    """Raise ValueError if a page has no place for the tables of a task."""
+    insert(page.read_text(), "", *marks(task))
+
+
+def write_page(
+    page: Path, task: str, results: Sequence[Sequence[EntrantResult]], seeds: int, records: Path
+) -> None:
+    """Put the panels of a task into a page, and the verdicts on all tasks that are recorded, if it has them."""
+    text = insert(page.read_text(), markdown(results), *marks(task))
+    if VERDICTS[0] in text:
+        every = [
+            recorded_results(panel, records_of(name, records), seeds)
+            for name, panels in PANELS.items()
+            for panel in panels
+        ]
+        text = insert(text, verdicts([found for found in every if found]), *VERDICTS)
+    page.write_text(text)
+
+
+def records_of(task: str, folder: Path, smoke: bool = False) -> Path:
+    """Return where the records of a task are."""
+    return folder / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
 
 
 LINES = {  # by mean, and whether values are rounded

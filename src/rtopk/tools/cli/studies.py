@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,25 +263,16 @@ def rivals(
     """
     from rtopk.studies.config import Config, add_rule
     from rtopk.studies.equal_bytes import PANELS, retuned, smoke_panel, with_entrants
-    from rtopk.studies.equal_bytes.fit import (
-        Runs,
-        entrant_runs,
-        note,
-        recorded_results,
-        run_together,
-        side_by_side,
-    )
+    from rtopk.studies.equal_bytes.fit import Runs, expected_runs, recorded_results, run_panels
     from rtopk.studies.equal_bytes.rivals_page import (
-        VERDICTS,
+        check_page,
         grid,
         leads,
-        markdown,
-        marks,
         pairs,
+        records_of,
         score_against_budget,
-        verdicts,
+        write_page,
     )
-    from rtopk.studies.paper.results import insert
     from rtopk.tools.show.terminal import console, errors, make_progress, print_json, table
 
     if task not in PANELS:
@@ -292,20 +282,16 @@ def rivals(
         added = [add_rule(place) for place in add]
         panels = [with_entrants(panel, only, added) for panel in panels]
     if write is not None:
-        insert(write.read_text(), "", *marks(task))  # now, not after an hour
+        check_page(write, task)  # now, not after an hour
     set_environment(data_dir, device)
-    file = results / f"rivals-{task}{'-smoke' if smoke else ''}.jsonl"
+    file = records_of(task, results, smoke)
 
-    found_results: list[EntrantResult] = []
     if recorded:
         found_results = [result for panel in panels for result in recorded_results(panel, file, seeds)]
     else:
         panels = [retuned(panel) if retune else panel for panel in panels]
+        about = expected_runs(panels, seeds)
         with make_progress() as progress:
-            # How many runs a search takes is known at its end: about three rates, and two fits of the bytes.
-            about = [
-                len(group) * (2 + 3 * group[0][0].tuning_seeds + seeds) for group in side_by_side(panels)
-            ]
             bar = progress.add_task("runs, about", total=sum(about))
 
             def on_run(config: Config) -> None:
@@ -314,32 +300,21 @@ def rivals(
                     ended = round(progress.tasks[bar].completed)
                     errors.print(f"{ended} of about {sum(about)} runs, last {config.method}", highlight=False)
 
+            def on_group(number: int) -> None:
+                progress.update(bar, completed=sum(about[: number + 1]))
+
             ledger = Runs(file, work, jobs, on_run=on_run)
-            for group, past in zip(side_by_side(panels), accumulate(about), strict=True):
-                here = run_together([entrant_runs(*entrant, seeds) for entrant in group], ledger)
-                for result in here:  # now: the next group may take hours
-                    note(file, result)
-                found_results += here
-                progress.update(bar, completed=past)
+            found_results = run_panels(panels, seeds, ledger, file, on_group)
     if not found_results:
         raise ValueError(f"{file} holds no result of {task} yet; run without --recorded")
-    picture = picture or results / f"rivals-{task}{'-smoke' if smoke else ''}.png"
+    picture = picture or file.with_suffix(".png")
     score_against_budget(found_results, picture)
     by_panel = [
         found for panel in panels if (found := [s for s in found_results if s.panel.name == panel.name])
     ]
     found_results = [result for here in by_panel for result in here]
     if write is not None:
-        page = insert(write.read_text(), markdown(by_panel), *marks(task))
-        if VERDICTS[0] in page and not smoke:
-            every = [
-                found
-                for name, some in PANELS.items()
-                for panel in some
-                if (found := recorded_results(panel, results / f"rivals-{name}.jsonl", seeds))
-            ]
-            page = insert(page, verdicts(every), *VERDICTS)
-        write.write_text(page)
+        write_page(write, task, by_panel, seeds, results)
     if as_json:
         print_json({"rows": [_row(s) for s in found_results], "results": str(file), "picture": str(picture)})
         return
