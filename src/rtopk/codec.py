@@ -37,6 +37,7 @@ HEADER = struct.Struct("<4sBBBBQIIQQ")
 SHORT = struct.Struct("<BIIQ")
 SIZE_LIMIT = 1 << 40  # entries of a vector
 COUNT_LIMIT = 1 << 32  # entries of a payload
+RUN = 1 << 16  # positions that are written at once where all are sent
 
 
 class Codec:
@@ -200,7 +201,9 @@ class Codec:
             return PayloadError(f"values of form {values.name} are not finite or their scales are wrong")
 
         def read_positions() -> PayloadError | None:
-            indices[head:] = np.arange(d - tail, d)
+            last = indices[head:]
+            for at in range(0, tail, RUN):
+                last[at : at + RUN] = np.arange(d - tail + at, min(d - tail + at + RUN, d))
             try:
                 positions.read(form, data, end, d - tail, indices[:head], padded=bool(flags & PADDED))
             except PayloadError as error:

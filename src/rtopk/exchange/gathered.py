@@ -38,10 +38,9 @@ class AllGathered:
     def average(self, payloads: Sequence[Tensor]) -> Tensor:
         """Decode the nodes' payloads and average them, one at a time."""
         size, weights = self.vector.size, self.vector.weights
-        vectors = (self.codec.decode(payload, size=size) for payload in payloads)
         running = RunningMean(size, self.vector.mean, weights is not None)
-        for node, vector in enumerate(vectors):
-            running.add(vector, 1.0 if weights is None else weights[node])
+        for node, payload in enumerate(payloads):  # a vector has no name: it is gone when the next one is decoded
+            running.add(self.codec.decode(payload, size=size), 1.0 if weights is None else weights[node])
         return running.result()
 
     def rollback(self) -> None:
