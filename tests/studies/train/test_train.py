@@ -125,7 +125,7 @@ def test_whatever_owners_pass_on_nothing_is_lost(rule):
     for _ in range(5):
         for node in run.nodes:
             with run.at(node):
-                came_in += run._gradient(node, 0.0)[0] / 4
+                came_in += run.gradient(node, 0.0)[0] / 4
         run.advance()
     applied = (before - run.vector()) / 0.001
     kept = sum(node.sparsifier.memory.residual for node in run.nodes) / 4

@@ -91,7 +91,7 @@ def node_gradient(run: Run, node: Node) -> Tensor:
     """Return the gradient that the node will send from in this round; leave its buffers as they are."""
     buffers = node.buffers
     with run.at(node), seeded(run.config.seed, "forward", node.number, run.round):
-        gradient, _ = run._gradient(node, run.config.rate(run.round))
+        gradient, _ = run.gradient(node, run.config.rate(run.round))
     node.buffers = buffers
     return gradient
 

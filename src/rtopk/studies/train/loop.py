@@ -144,7 +144,7 @@ class Run:
         """Do one round."""
         config = self.config
         rate = config.rate(self.round)
-        work = self._gradient if config.setting == "distributed" else self._update
+        work = self.gradient if config.setting == "distributed" else self._update
         payloads, losses = [], []
         for node in self.nodes:
             with (
@@ -168,7 +168,7 @@ class Run:
         """Return a node's batch where the model is."""
         return tuple(part.to(self.device) if isinstance(part, Tensor) else part for part in node.shard[step])
 
-    def _gradient(self, node: Node, rate: float) -> tuple[Tensor, float]:
+    def gradient(self, node: Node, rate: float) -> tuple[Tensor, float]:
         """Return the gradient of the node's batch, clipped if asked, and its loss."""
         loss = self.task.loss(self.model, self.batch(node, self.round))
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
