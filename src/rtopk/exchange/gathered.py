@@ -39,7 +39,9 @@ class AllGathered:
         """Decode the nodes' payloads and average them, one at a time."""
         size, weights = self.vector.size, self.vector.weights
         running = RunningMean(size, self.vector.mean, weights is not None)
-        for node, payload in enumerate(payloads):  # a vector has no name: it is gone when the next one is decoded
+        for node, payload in enumerate(
+            payloads
+        ):  # a vector has no name: it is gone when the next one is decoded
             running.add(self.codec.decode(payload, size=size), 1.0 if weights is None else weights[node])
         return running.result()
 
