@@ -128,8 +128,17 @@ def test_nothing_outlives_a_killed_command(tmp_path, number):
     """`rtopk fed deploy` in mid-run; it once left seven processes."""
     command = [sys.executable, "-m", "rtopk", "fed", "deploy", "--rounds", "1000", "--nodes", "2"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    starter = subprocess.Popen([*command, "--out", str(tmp_path / "run")], **quiet)
-    engines.await_file(tmp_path / "run" / "result.json.progress")
-    starter.send_signal(number)
-    starter.wait(60)
-    assert engines.leftovers(tmp_path, seconds=40) == []
+
+    def listen() -> (
+        None
+    ):  # what a shell starts in the background ignores SIGINT, and so does what that starts
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    starter = subprocess.Popen([*command, "--out", str(tmp_path / "run")], preexec_fn=listen, **quiet)
+    try:
+        engines.await_file(tmp_path / "run" / "result.json.progress")
+        starter.send_signal(number)
+        starter.wait(60)
+        assert engines.leftovers(tmp_path, seconds=40) == []
+    finally:
+        starter.terminate()  # if it is still there
