@@ -118,9 +118,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         if state.takes_over:
             take_over(optimizer, state.owns, state.level)  # a checkpoint may have brought its momentum back
     if passed and not any(state.takes_over or state.corrects_momentum for state in passed):
-        hand_back(
-            optimizer, passed[0].level
-        )  # a checkpoint may be of a run whose memory had it: here nobody has
+        # A checkpoint may be of a run whose memory had the momentum; here nobody has it.
+        hand_back(optimizer, passed[0].level)
     _use(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure) or not _states:

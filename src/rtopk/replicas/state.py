@@ -105,7 +105,7 @@ class State:
     def return_momentum(self) -> None:
         """Give the optimizer back the momentum that moved into the memory, to go on without rtopk."""
         if self.options.optimizer is not None:
-            momentum.hand_back(self.options.optimizer)
+            momentum.hand_back(self.options.optimizer, self.level)
         self.takes_over = False
 
     @property
