@@ -298,3 +298,12 @@ def test_a_model_in_one_payload():
     other = Layout.of(ResNet(width=5)).fingerprint
     with pytest.raises(PayloadError, match="model"):
         Codec(fingerprint=other).decode(payload)
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 200_001])
+def test_where_all_is_sent_every_position_is_there(size):
+    """Positions of a dense payload are made in runs of 65,536."""
+    codec, values = Codec(), torch.arange(1.0, size + 1)
+    decoded = codec.decode(codec.encode(SparseVector(torch.arange(size), values, size)))
+    assert torch.equal(decoded.indices, torch.arange(size))
+    assert torch.equal(decoded.values, values)
