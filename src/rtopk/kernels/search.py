@@ -6,6 +6,7 @@ never what is selected, so it is not part of any checkpoint.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class Candidates:
         return len(self) >= r
 
 
-class Pending(Candidates):
+class Pending(Candidates, ABC):
     """Candidates that a device has yet to find; `picking` finds the r largest whatever they are.
 
     If `refuse` is set and an entry of the vector turns out not to be finite, `picking` and `checking` call it; it
@@ -76,21 +77,21 @@ class Pending(Candidates):
         self.refuse: Callable[[], None] | None = None
         self._number = None
 
+    @abstractmethod
     def count(self) -> int:
         """Wait, and return how many there are."""
-        raise NotImplementedError
 
     def hold(self, r: int) -> bool:
         """Return True."""
         return True
 
+    @abstractmethod
     def picking(self, r: int, words: Any, k: int) -> "Asking[Picked]":
         """Do what `kernels.pick` does; ask for all that the host must know at once, if the guess was good."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_finite(self) -> Tensor:
         """Return, on the device, whether all entries of the vector are finite."""
-        raise NotImplementedError
 
     def checking(self, *tensors: Tensor) -> Asking[list[Tensor]]:
         """Ask for tensors, and whether the vector is finite if it must be."""
