@@ -81,7 +81,6 @@ class Sparsifier:
         rng = generator(self.seed, self.node, step)
         sparse_size, k, r, guess = self._plan(size, step)
         accumulated = self.memory.add(gradient, guess)  # type: ignore[arg-type]  # (d,)
-        self.rule.begin(step)
         chosen = yield from self._choose(accumulated, sparse_size, k, r, rng)
         payload, sent = self.codec.encode_with_decoded(chosen, rng)
         self.memory.subtract(sent)
@@ -98,6 +97,7 @@ class Sparsifier:
 
     def _plan(self, size: int, step: int) -> tuple[int, int, int | None, Search | None]:
         """Return how many entries compete, k, r, and the search if its candidates, or its check, are of use."""
+        self.rule.begin(step)
         sparse_size, k = self._split(size, self.density(step))
         r = self.rule.considered(k, sparse_size)
         searches = r is not None or not sparse_size

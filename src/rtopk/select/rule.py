@@ -66,7 +66,7 @@ class Rule:
         return self
 
     def begin(self, step: int) -> None:
-        """Start a round; called before `select`."""
+        """Start a round; called before `considered` and `select`, and perhaps more than once."""
 
     def end(self, sent: Tensor) -> None:
         """End a round; `sent` holds the positions that were really sent."""

@@ -23,10 +23,11 @@ from rtopk.aggregate import Mean
 from rtopk.codec import Codec
 from rtopk.exchange import ExchangeName, OwnerDensity, check_exchange
 from rtopk.layout import Layout, nothing, one_dimensional
-from rtopk.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from rtopk.memory import DecayedErrorFeedback, ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from rtopk.schedule import Schedule, check_density, constant, warm_up
 from rtopk.select import METHODS as RULES
 from rtopk.select import Rule
+from rtopk.studies.variants import DecayedMomentumCorrection, MovingR, PerTensor
 
 Setting = Literal["distributed", "federated"]
 MemoryName = Literal["error-feedback", "momentum-correction", "none"]
@@ -82,32 +83,13 @@ for _place in filter(None, os.environ.get(ADDED_RULES, "").split("\n")):
 ADDED = {
     "threshold": 0.0, "matrix_rank": 0, "exchange": "all-gather", "owner_density": 0.0, "flush": False,
     "optimizer": "sgd", "owner_rule": "top-k", "same_draws": False, "per_tensor": False, "centre_rate": 1.0,
-    "examples": 0,
+    "examples": 0, "residual_decay": 1.0, "r_over_k_end": 0.0,
 }  # fmt: skip
 
 
 def option(default: Any, text: str) -> Any:
     """Make a field that is an option of the command line too, with its help text."""
     return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True)
-class PerTensor(Rule):
-    """Apply a rule to each tensor by itself, as DGC does; tensors get shares of k by their sizes."""
-
-    rule: Rule
-    layout: Layout
-
-    def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
-        """Return k ascending positions."""
-        chosen, begin, before = [], 0, 0
-        for shape in self.layout.shapes:
-            end = min(begin + math.prod(shape), vector.numel())
-            upto = end * k // vector.numel()  # entries of all tensors up to this one
-            if upto > before:
-                chosen.append(self.rule.select(vector[begin:end], upto - before, rng) + begin)
-            begin, before = end, upto
-        return torch.cat(chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +108,9 @@ class Config:
     density: float = option(0.01, "Part of the entries that is sent: k / d.")
     dense_biases: bool = option(False, "Send 1-D tensors whole.")
     r_over_k: float = option(0.0, "rTop-k: r / k; 0 is the number of nodes.")
+    r_over_k_end: float = option(
+        0.0, "rTop-k: r / k in the last round, reached geometrically; 0 is r_over_k."
+    )
     same_draws: bool = option(False, "All nodes draw alike.")
     per_tensor: bool = option(False, "Select within each tensor, its share of k.")
     threshold: float = option(0.0, "threshold: least magnitude that is sent.")
@@ -133,6 +118,7 @@ class Config:
     values: str = option("fp32", "fp32, fp16, bf16, int8, 4bit or 2bit.")
     memory: MemoryName = option("error-feedback", "error-feedback, momentum-correction or none.")
     masking: bool = option(True, "Momentum correction: forget velocity sent.")
+    residual_decay: float = option(1.0, "What a residual is multiplied by in every round.")
     mean: Mean = option("nodes", "Average over all nodes, or over the received.")
     weighted: bool = option(False, "Weigh nodes by their examples.")
     exchange: ExchangeName = option("all-gather", "all-gather, all-reduce or auto.")
@@ -168,14 +154,24 @@ class Config:
         for name in ("nodes", "rounds", "batch", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("local_steps", "warm_up", "weight_decay", "clip_norm", "r_over_k", "examples"):
+        for name in ("local_steps", "warm_up", "weight_decay", "clip_norm", "examples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name, value in self.to_dict().items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value}")
-        if 0.0 < self.r_over_k < 1.0:
-            raise ValueError(f"r_over_k must be at least 1, or 0 for the rule's own, got {self.r_over_k}")
+        for name in ("r_over_k", "r_over_k_end"):
+            if getattr(self, name) != 0.0 and not getattr(self, name) >= 1.0:
+                raise ValueError(
+                    f"{name} must be at least 1, or 0 for the rule's own, got {getattr(self, name)}"
+                )
+        if not 0.0 < self.residual_decay <= 1.0:
+            raise ValueError(f"residual_decay must be in (0, 1], got {self.residual_decay}")
+        if self.residual_decay < 1.0 and not self.keeps:
+            raise ValueError(
+                f"residual_decay must be 1 where nothing is kept, got {self.residual_decay} with memory "
+                f"{self.memory} and method {self.method}"
+            )
         check_density(self.density)
         check_exchange(defaults.exchange(self.nodes, self.exchange), self.make_owner_density())
         self._check_method()
@@ -202,9 +198,10 @@ class Config:
                 raise ValueError(f"{name} is for the federated setting, got {getattr(self, name)}")
 
     def _check_method(self) -> None:
-        for name, method in (("threshold", "threshold"), ("matrix_rank", "powersgd")):
+        own = {"threshold": "threshold", "matrix_rank": "powersgd", "r_over_k_end": "rtop-k"}
+        for name, method in own.items():
             value = getattr(self, name)
-            if self.method == method and not value > 0:
+            if self.method == method and not value > 0 and name != "r_over_k_end":  # which has a default
                 raise ValueError(f"{name} must be positive for method {method}, got {value}")
             if self.method != method and value:
                 raise ValueError(f"{name} must be 0 for method {self.method}, got {value}: it is {method}'s")
@@ -225,11 +222,13 @@ class Config:
         """Build the rule for which entries are sent; one within tensors needs their layout."""
         rule = RULES["top-k" if self.method == "dense" else self.method]
         made = rule.for_run(self.nodes, self.r_over_k, self.threshold)
+        if self.r_over_k_end:
+            made = MovingR(self.r_over_k or self.nodes, self.r_over_k_end, self.rounds)
         return PerTensor(made, layout) if self.per_tensor and layout is not None else made
 
     def require_common(self, engine: str) -> None:
         """Raise ValueError if the run has options that only nodes within one process have."""
-        for name in ("same_draws", "per_tensor", "centre_rate"):
+        for name in ("same_draws", "per_tensor", "centre_rate", "residual_decay", "r_over_k_end"):
             if getattr(self, name) != ADDED[name]:
                 raise ValueError(
                     f"{name} is for runs whose nodes are in one process, got {getattr(self, name)} for {engine}"
@@ -237,9 +236,14 @@ class Config:
 
     def make_memory(self) -> Memory:
         """Build one node's memory."""
+        decay = self.residual_decay
+        if self.corrects_momentum and decay < 1.0:
+            return DecayedMomentumCorrection(decay, self.momentum, masking=self.masking)
         if self.corrects_momentum:
             return MomentumCorrection(self.momentum, masking=self.masking)
-        return ErrorFeedback() if self.keeps else NoMemory()
+        if not self.keeps:
+            return NoMemory()
+        return DecayedErrorFeedback(decay) if decay < 1.0 else ErrorFeedback()
 
     def make_optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Build the optimizer at the centre, without the momentum that the nodes carry."""

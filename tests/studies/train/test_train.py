@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import rtopk
 from rtopk.seed import generator
+from rtopk.sparsifier import Sparsifier
 from rtopk.studies.config import ADDED, Config, methods
 from rtopk.studies.federation import Federation
 from rtopk.studies.tasks import digits
@@ -295,6 +297,11 @@ def test_validation_never_sees_the_test_set():
         {"centre_rate": 2.0},
         {"setting": "federated", "centre_rate": 0.0},
         {"examples": -1},
+        {"r_over_k": 0.5},
+        {"r_over_k_end": -1.0},
+        {"r_over_k_end": 2.0, "method": "top-k"},
+        {"residual_decay": 0.0},
+        {"residual_decay": 0.9, "memory": "none"},
         {"examples": 2000},
         {"method": "threshold"},
         {"threshold": 0.1},
@@ -361,7 +368,44 @@ def test_a_run_may_use_fewer_examples():
         Run(dataclasses.replace(SMALL, examples=2000))
 
 
-@pytest.mark.parametrize("option", [{"same_draws": True}, {"per_tensor": True}, {"centre_rate": 2.0}])
+def test_r_may_grow_and_fall():
+    vector = torch.arange(10_000.0)
+    for first, last in ((1.0, 4.0), (4.0, 1.0)):
+        rule = Config(r_over_k=first, r_over_k_end=last, rounds=11).make_selector()
+        node = Sparsifier(rule, 0.01, rtopk.NoMemory(), seed=1)
+        least, r = [], []  # the smallest entry sent, and r, in every round
+        for step in range(11):
+            least.append(float(node.codec.decode(node.compress(vector, step)).values.min()))
+            r.append(rule.considered(100, 10_000))
+        assert (r[0], r[5], r[-1]) == (100 * first, 200, 100 * last)  # by the same factor every round
+        assert all(10_000 - count <= entry for count, entry in zip(r, least, strict=True))
+        assert least[0 if first == 1.0 else -1] == 9_900  # r = k in that very round: top-k
+
+
+@pytest.mark.parametrize("memory", ["error-feedback", "momentum-correction"])
+def test_a_residual_may_decay(memory):
+    config = Config(memory=memory, residual_decay=0.5, momentum=0.0)
+    node = Sparsifier(rtopk.TopK(), 0.25, config.make_memory())
+    vector = torch.tensor([8.0, 4.0, 2.0, 1.0])
+    sent = [node.codec.decode(node.compress(vector, step)).to_dense() for step in range(3)]
+    # 8 | 4 2 1 halves to 2 1 0.5; + 8 4 2 1 = 8 6 3 1.5: 8 again; 3 1.5 0.75 + 8 4 2 1 = 8 7 3.5 1.75
+    assert [dense.argmax().item() for dense in sent] == [0, 0, 0]
+    assert [float(dense.max()) for dense in sent] == [8.0, 8.0, 8.0]
+    node.compress(torch.tensor([0.0, 0.0, 0.0, 1.0]), 3)  # 0 3.5 1.75 1.875: the second is sent
+    fourth = node.codec.decode(node.compress(torch.zeros(4), 4)).to_dense()
+    assert fourth.tolist() == [0.0, 0.0, 0.0, 0.9375]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"same_draws": True},
+        {"per_tensor": True},
+        {"centre_rate": 2.0},
+        {"residual_decay": 0.9},
+        {"r_over_k_end": 2.0},
+    ],
+)
 def test_options_of_one_process_are_refused_elsewhere(option):
     config = Config(setting="federated", **option)
     with pytest.raises(ValueError, match=f"{next(iter(option))} is for runs whose nodes are in one process"):

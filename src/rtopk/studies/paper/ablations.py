@@ -155,6 +155,26 @@ def _shipped_beside() -> list[TableRow]:
     return rows
 
 
+def _cells(density: float) -> list[TableRow]:
+    """The rules, means, memories and values that `_shipped` and `_around` leave out."""
+    rules: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("top-k", "", {}), ("rtop-k", "r = 2 k", {"r_over_k": 2.0}), ("rtop-k", "r = n k", {}), ("dealt-k", "", {}),
+    )  # fmt: skip
+    rows = [
+        _as_shipped(method, density, told, note, mean=mean, memory=memory, **own)
+        for note, memory in _KEPT
+        for mean in ("nodes", "received")
+        for method, told, own in rules
+    ]
+    known = [row.label for row in (*_shipped(), *_around(0))]
+    four = [
+        _as_shipped(method, density, told, "4 bits", note, memory=memory, values="4bit", **own)
+        for method, told, own in rules[:2]
+        for note, memory in _KEPT
+    ]
+    return [row for row in (*rows, *four) if row.label not in known]
+
+
 def _around(warm_up: int) -> list[TableRow]:
     """One step from the default in each direction: is anything better?"""
 
@@ -174,21 +194,31 @@ def _around(warm_up: int) -> list[TableRow]:
             row(density, method="dealt-k"),
             row(density, mean="received"),
             row(density, "warm-up", warm_up=warm_up),
+            row(density, "r grows to n k", "rtop-k", r_over_k=1.0, r_over_k_end=5.0),
+            row(density, "r falls from n k", "rtop-k", r_over_k=5.0, r_over_k_end=1.0),
+            row(density, "what waits decays by 0.99", residual_decay=0.99),
+            row(density, "what waits decays by 0.95", residual_decay=0.95),
         )
     ]
 
 
 def _with_default(rows: Sequence[TableRow]) -> list[tuple[str, str]]:
-    """Pair the rows of `_around` with the default at their density, which comes first."""
-    default = {density: next(row for row in rows if row.density == density) for density in _DENSITIES}
-    others = (row for row in rows if row not in default.values() and "r_over_k" not in dict(row.options))
-    return [(row.label, default[row.density].label) for row in others]
+    """Pair rows with the default at their density."""
+    default = {density: _as_shipped("top-k", density, _KEPT[1][0]) for density in _DENSITIES}
+    moving = [
+        row for row in rows if "r_over_k_end" in dict(row.options)
+    ]  # another fixed r is paired in any case
+    others = [row for row in rows if row in moving or "r_over_k" not in dict(row.options)]
+    named = [(row.label, default[row.density].label) for row in others]
+    return [(one, other) for one, other in named if one != other]
 
 
 def _masked_or_not() -> list[tuple[str, str]]:
     """Pair the default without masking with the default."""
     return [(_unmasked(at).label, _unmasked(at).label.removesuffix(", not masked")) for at in _DENSITIES]
 
+
+_CELLS = [row for density in _DENSITIES for row in _cells(density)]
 
 STUDIES = {
     "warm-up": _study(
@@ -279,13 +309,16 @@ STUDIES = {
     "shipped-cifar10": _study(
         "study-shipped-cifar10", "As the README's diff runs: CIFAR-10 at 16 x 16, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[1].setups["small"].config, warm_up=0, rounds=1000, evaluate_every=50),
-        (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1,)), *map(_unmasked, _DENSITIES)],
-        pairs=[*_moved([*_shipped(), *map(_unmasked, _DENSITIES)]), *_masked_or_not()],
+        (0.005, 0.015, 0.045), [*_shipped(), *_rivals((1, 2)), *map(_unmasked, _DENSITIES), *_CELLS],
+        pairs=[
+            *_moved([*_shipped(), *map(_unmasked, _DENSITIES)]), *_masked_or_not(), *_with_default(_CELLS),
+        ],
     ),
     "shipped-ptb": _study(
         "study-shipped-ptb", "As the README's diff runs: LSTM on Penn Treebank, momentum 0.9, biases in full",
         dataclasses.replace(TABLES[4].setups["small"].config, warm_up=0, rounds=1000, momentum=0.9),
-        (0.3, 0.9, 2.7), _shipped(), pairs=_moved(_shipped()),
+        (0.3, 0.9, 2.7), [*_shipped(), *_rivals((1, 2)), *_CELLS],
+        pairs=[*_moved(_shipped()), *_with_default(_CELLS)],
     ),
     "shipped-shakespeare": _study(
         "study-shipped-shakespeare", "As the README's diff runs, with AdamW: a GPT on Shakespeare, biases in full",
@@ -293,7 +326,7 @@ STUDIES = {
             task="shakespeare", split="contiguous", batch=4, rounds=400, evaluate_every=50, optimizer="adamw",
             clip_norm=1.0,
         ),
-        (0.0005, 0.002, 0.008), [*_shipped(), *map(_unmasked, _DENSITIES)],
+        (0.0005, 0.002, 0.008), [*_shipped(), *map(_unmasked, _DENSITIES), *_rivals((1, 2))],
         pairs=[*_moved(_shipped()), *_masked_or_not()],
     ),
     "shipped-adamw": _study(
