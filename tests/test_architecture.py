@@ -18,8 +18,8 @@ LIBRARY = [
     "flower", "adapters",
 ]  # fmt: skip
 REST = [
-    "tools.show", "studies.config", "studies.tasks", "studies.train", "studies.paper", "studies.equal_bytes",
-    "studies.local", "studies.federation", "studies.lab", "studies.bench", "tools.advise", "tools.report",
+    "tools.show", "studies.variants", "studies.config", "studies.tasks", "studies.train", "studies.paper",
+    "studies.equal_bytes", "studies.local", "studies.federation", "studies.lab", "studies.bench", "tools.advise", "tools.report",
     "tools.cli", "__main__",
 ]  # fmt: skip
 ORDER = [*LIBRARY, *REST]

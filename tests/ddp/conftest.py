@@ -7,6 +7,7 @@ import ddp_scenarios_books as books
 import ddp_scenarios_cost as cost
 import ddp_scenarios_exact as exact
 import ddp_scenarios_faults as faults
+import ddp_scenarios_record as recording
 import ddp_scenarios_resume as resume
 import ddp_scenarios_steps as steps
 import ddp_scenarios_train as loop
@@ -42,6 +43,7 @@ PAIR = [
     faults.frozen,
     faults.failure_on_one_rank,
     faults.tensorboard,
+    recording.record,
     resume.first_half,
     resume.switch_scope,
     resume.does_not_fit,

@@ -7,6 +7,7 @@ residual and is sent later. Nothing else in the training loop changes. See docs/
 # No `from __future__ import annotations` here: DDP compares the hook's annotations by identity.
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rtopk.ddp.buckets import State, take, trainable
+from rtopk.ddp.recording import Recording, record_hook
 from rtopk.replicas.control import GradientNotFinite, RanksDisagree
 from rtopk.replicas.options import Options, refuse_parameters, takes
 from rtopk.replicas.state import Stats, make_alike
@@ -28,6 +30,7 @@ __all__ = [
     "StateError",
     "Stats",
     "hook",
+    "record",
     "register",
 ]
 
@@ -51,6 +54,17 @@ def register(model: nn.Module, options: Options) -> State:
     if options.attach:
         ddp.register_comm_hook(state, hook)
     return state
+
+
+def record(model: nn.Module, folder: str | Path, steps: int = 20, entries: int = 1_000_000) -> None:
+    """Train as plain DDP does, and write each rank's own gradients of the first steps.
+
+    Call it on every rank of a job without `register`, then `rtopk lab inspect --gradients FOLDER`. 1-D tensors,
+    which rtopk sends in full, are left out; of a larger gradient a sample of so many `entries` is written.
+    """
+    ddp = _unwrap(model)
+    _refuse(ddp)
+    ddp.register_comm_hook(Recording(ddp, Path(folder), steps, entries), record_hook)
 
 
 def _unwrap(model: nn.Module) -> DistributedDataParallel:

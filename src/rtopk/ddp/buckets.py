@@ -5,7 +5,7 @@ round ends at the last bucket; earlier buckets return a pending Future that is c
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ def take(state: State, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]
     buffer: Tensor = bucket.buffer()
     future = promise(buffer)
     state.buckets.append((future, buffer))
-    views = _views(state, bucket.parameters(), buffer)
+    views = views_by_name(state.names, bucket.parameters(), buffer)
     state.gradients.update(views)
     idle = state.idle
     for name, gradient in views.items():
@@ -117,7 +117,9 @@ def take(state: State, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]
     return future
 
 
-def _views(state: State, parameters: Iterable[Tensor], buffer: Tensor) -> dict[str, Tensor]:
+def views_by_name(
+    names: Mapping[int, str], parameters: Iterable[Tensor], buffer: Tensor
+) -> dict[str, Tensor]:
     """Split a bucket by parameter; each lies in it in the memory order of the parameter, if that has no gaps."""
     views, offset = {}, buffer.storage_offset()
     for parameter in parameters:
@@ -125,6 +127,6 @@ def _views(state: State, parameters: Iterable[Tensor], buffer: Tensor) -> dict[s
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         if extent != parameter.numel():  # a slice of something larger: DDP lays it out plainly
             stride = torch.empty(shape, device="meta").stride()
-        views[state.names[id(parameter)]] = buffer.as_strided(shape, stride, offset)
+        views[names[id(parameter)]] = buffer.as_strided(shape, stride, offset)
         offset += parameter.numel()
     return views

@@ -3,8 +3,13 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from rtopk.replicas.recording import Recorder, Recording
+from rtopk.seed import generator
+from rtopk.state_file import StateError
+from rtopk.studies.lab.arrival import overlap
 from rtopk.tools.cli import app
 from rtopk.tools.report.inputs import read
 from rtopk.tools.report.measurements import show
@@ -71,3 +76,64 @@ def test_wrong_settings_name_the_limit(tmp_path):
     result = CliRunner().invoke(app, ["lab", "risk", "--k", "5", "--out", str(tmp_path)])
     assert result.exit_code != 0
     assert "Theorem 1 needs 2 log d <= k" in str(result.exception)
+
+
+def recorded(folder, steps=5, nodes=3, size=2000, entries=10**6):
+    """What rtopk.ddp.record writes, of gradients with a heavy tail."""
+    for rank in range(nodes):
+        recorder = Recorder(folder, rank, nodes, size, steps, entries)
+        for step in range(steps):
+            common = torch.randn(size, generator=generator("common", step)) ** 3
+            recorder.write(common + torch.randn(size, generator=generator(rank, step)))
+    return folder
+
+
+def test_inspect_tries_the_schemes_on_recorded_gradients(tmp_path):
+    arguments = ["lab", "inspect", "--gradients", str(recorded(tmp_path / "own")), "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "5 steps of 3 ranks, 2,000 entries" in " ".join(result.stdout.split())
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [look["round"] for look in report["looks"]] == [0, 2, 4]
+    for look in report["looks"]:
+        assert 0.2 < look["overlap"] < 1.0
+        assert [row["scheme"] for row in look["schemes"]] == ["top-k", *["rtop-k"] * 3, "random-k"]
+    assert report["recommendation"]["rounds"] == 5
+    result = CliRunner().invoke(app, [*arguments, "--nodes", "3"])
+    assert result.exit_code == 2
+    assert "leave it out" in result.output
+
+
+def test_a_sample_is_the_same_on_all_ranks_and_says_the_same(tmp_path):
+    recording = Recording.read(recorded(tmp_path, size=200_000, entries=20_000, steps=2))
+    assert (recording.size, recording.entries) == (200_000, 20_000)
+    common = torch.randn(200_000, generator=generator("common", 0)) ** 3
+    whole = [common + torch.randn(200_000, generator=generator(rank, 0)) for rank in range(3)]
+    shares = [overlap(gradients, len(gradients[0]) // 100) for gradients in (next(iter(recording)), whole)]
+    assert shares[0] == pytest.approx(shares[1], abs=0.1)  # 200 entries: a standard error of 0.03
+
+
+def test_a_recording_is_read_whole_or_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must hold step-00000-rank-0.gradients, which rtopk.ddp.record"):
+        Recording.read(tmp_path)
+    recorded(tmp_path)
+    with pytest.raises(ValueError, match="holds gradients of rank 1 already"):
+        Recorder(tmp_path, 1, 3, 2000, 5, 10)
+    bad = Recorder(tmp_path / "bad", 0, 1, 4, 3, 4)
+    for step in (torch.ones(4), torch.tensor([1.0, float("nan"), 0, 0]), torch.zeros(4)):
+        bad.write(step)
+    assert [len(step) for step in Recording.read(tmp_path / "bad")] == [
+        1,
+        1,
+    ]  # as a job leaves out such a step
+    last = tmp_path / "step-00004-rank-2.gradients"
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-7])
+    with pytest.raises(StateError, match="truncated or damaged"):
+        list(Recording.read(tmp_path))
+    last.write_bytes((tmp_path / "step-00004-rank-1.gradients").read_bytes())
+    with pytest.raises(ValueError, match="is of rank 1, not 2"):
+        list(Recording.read(tmp_path))
+    last.unlink()
+    with pytest.raises(ValueError, match=r"lacks 1 of 15 files, step-00004-rank-2.gradients first"):
+        Recording.read(tmp_path)

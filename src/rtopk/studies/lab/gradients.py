@@ -7,7 +7,7 @@ goes its own way, exactly as without being looked at.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -103,11 +103,11 @@ class Inspector:
         ] = {}  # the density with which a candidate sends the bytes of r = n k
         for part in sorted({density, *densities}):
             k = entries_sent(self.d, part)
-            for factor in sorted({1.0, 2.0, float(nodes), float(nodes**2), d / k}):
-                if factor * k <= d:
-                    one = Candidate(part, factor)
-                    self.fitted[one] = part
-                    self.candidates[one] = one.sparsifiers(nodes, part, seed, residual=True)
+            within = {r for r in (1.0, 2.0, float(nodes), float(nodes**2)) if r * k < d}
+            for factor in sorted({*within, max(d / k, 1 / part)}):  # the last is random-k
+                one = Candidate(part, factor)
+                self.fitted[one] = part
+                self.candidates[one] = one.sparsifiers(nodes, part, seed, residual=True)
         self.estimates: dict[Candidate, Tensor] = {}  # of the latest round
         self.sent = {one: torch.zeros(d) for one in self.candidates}  # summed over rounds
         self.due = torch.zeros(d)
@@ -273,6 +273,20 @@ def inspect(
         if run.round in rounds:
             inspector.look(run.round, gradients, full_gradient(run))
         run.advance()
+        on_round()
+
+
+def replay(
+    steps: Iterable[Sequence[Tensor]],
+    inspector: Inspector,
+    rounds: Collection[int],
+    on_round: Callable[[], None] = lambda: None,
+) -> None:
+    """Show the inspector recorded steps; the nodes' mean stands for the true gradient, which nobody recorded."""
+    for step, gradients in enumerate(steps):
+        inspector.observe(gradients)
+        if step in rounds:
+            inspector.look(step, gradients, torch.stack(list(gradients)).mean(0))
         on_round()
 
 

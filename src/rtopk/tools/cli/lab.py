@@ -12,6 +12,8 @@ from rtopk.tools.cli import wrong_use
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rtopk.studies.lab.gradients import Inspector
+
 app = typer.Typer(help="See each theorem of the paper happen.", no_args_is_help=True, add_completion=False)
 _DEFAULT = Config()
 
@@ -175,9 +177,15 @@ def convergence(
 
 @app.command()
 def inspect(
+    context: typer.Context,
+    gradients: Path | None = typer.Option(
+        None, file_okay=False, help="Gradients of your own job: a folder that rtopk.ddp.record has filled."
+    ),
     task: str = typer.Option(_DEFAULT.task, help="A task of `rtopk train`."),
     method: str = typer.Option("dense", help=f"How the run itself trains: {', '.join(methods())}."),
-    at: list[int] = typer.Option([0, 20, 60], help="Rounds to look at; repeat for several."),
+    at: list[int] = typer.Option(
+        [], help="Rounds to look at; repeat for several. 0, 20 and 60; of gradients first, middle and last."
+    ),
     nodes: int = typer.Option(_DEFAULT.nodes, help="Number of nodes."),
     batch: int = typer.Option(_DEFAULT.batch, help="Examples per node and step."),
     density: float = typer.Option(0.01, help="k / d of the comparison."),
@@ -189,28 +197,27 @@ def inspect(
 ) -> None:
     """Test the paper's premise on a model's gradients.
 
-    Runs the task and, beside it, every scheme on the same gradients. Ends with
-    a verdict and a recommendation for k and r.
+    Runs the task and, beside it, every scheme on the same gradients; or tries
+    the schemes on gradients of your own job. Ends with a verdict and a
+    recommendation for k and r.
     """
     import torch
 
     from rtopk.studies.lab import pictures
-    from rtopk.studies.lab.gradients import Inspector
-    from rtopk.studies.lab.gradients import inspect as look_into
-    from rtopk.studies.tasks import check_task
-    from rtopk.studies.train.loop import Run
-    from rtopk.tools.show.terminal import console, counted, table
+    from rtopk.tools.show.terminal import console, table
 
     torch.set_num_threads(1)
-    rounds = max([_DEFAULT.rounds, *(1 + round_ for round_ in at)])
     with wrong_use():
-        config = Config(task=task, method=method, nodes=nodes, batch=batch, density=density, seed=seed,
-                        rounds=rounds)  # fmt: skip
-        check_task(task)
-    run = Run(config)
-    inspector = Inspector(nodes, run.layout.size, density, choose, seed, tolerance)
-    with counted("rounds", max(at, default=0) + 1) as step:
-        look_into(run, inspector, at, step)
+        if gradients is None:
+            config = Config(task=task, method=method, nodes=nodes, batch=batch, density=density, seed=seed,
+                            rounds=max([_DEFAULT.rounds, *(1 + round_ for round_ in at)]))  # fmt: skip
+            inspector, source = _look_into_a_run(config, at or [0, 20, 60], choose, tolerance), task
+        else:
+            if given := [name for name in ("task", "method", "nodes", "batch") if _given(context, name)]:
+                raise ValueError(
+                    f"--gradients are recorded already, so --{given[0]} has no meaning; leave it out"
+                )
+            inspector, source = _look_into_a_recording(gradients, at, density, choose, tolerance, seed)
     paths = pictures.gradients(inspector.looks, out)
     verdict, advice = inspector.verdict(), inspector.recommend()
     arrived = {
@@ -218,10 +225,12 @@ def inspect(
         for one in inspector.arrivals
     }
     report = {
-        "task": task, "looks": inspector.looks, "verdict": verdict, "recommendation": advice, "arrived": arrived,
+        "task": source, "looks": inspector.looks, "verdict": verdict, "recommendation": advice, "arrived": arrived,
     }  # fmt: skip
     if _printed(as_json, report, paths):
         return
+    if gradients is not None:
+        console.print(source)
     for look in inspector.looks:
         console.print(_look_table(look))
     console.print(
@@ -301,14 +310,63 @@ def predict(
     console.print(f"Prediction: {file}")
 
 
+def _look_into_a_run(
+    config: Config, at: Sequence[int], choose: Sequence[float], tolerance: float
+) -> "Inspector":
+    from rtopk.studies.lab.gradients import Inspector, inspect
+    from rtopk.studies.tasks import check_task
+    from rtopk.studies.train.loop import Run
+    from rtopk.tools.show.terminal import counted
+
+    check_task(config.task)
+    run = Run(config)
+    inspector = Inspector(config.nodes, run.layout.size, config.density, choose, config.seed, tolerance)
+    with counted("rounds", max(at) + 1) as step:
+        inspect(run, inspector, at, step)
+    return inspector
+
+
+def _look_into_a_recording(
+    folder: Path, at: Sequence[int], density: float, choose: Sequence[float], tolerance: float, seed: int
+) -> tuple["Inspector", str]:
+    """Show an inspector what a job recorded; return it, and what the recording holds."""
+    from rtopk.replicas.recording import Recording
+    from rtopk.studies.lab.gradients import Inspector, replay
+    from rtopk.tools.show.terminal import counted
+
+    found = Recording.read(folder)
+    last = found.steps - 1
+    if at and not 0 <= min(at) <= max(at) <= last:
+        raise ValueError(f"--at must be in [0, {last}], the steps that {folder} holds, got {sorted(at)}")
+    inspector = Inspector(found.nodes, found.entries, density, choose, seed, tolerance)
+    with counted("steps", found.steps) as step:
+        replay(found, inspector, at or (0, last // 2, last), step)
+    sample = "" if found.entries == found.size else f", a sample of {found.size:,}"
+    bad = last - inspector.step
+    left_out = f"; {bad} more had a gradient that is not finite" if bad else ""
+    held = f"{inspector.step + 1} steps of {found.nodes} ranks, {found.entries:,} entries{sample}{left_out}"
+    return inspector, f"{folder}: {held}"
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Say whether an option was written on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _look_table(look: dict[str, Any]) -> "Table":
     from rtopk.tools.show.terminal import table
 
     node = look["node"]
+    against = (
+        f"||true||^2 (dense mean of the nodes: {look['error_of_dense_mean']:.3g})"
+        if look["error_of_dense_mean"]
+        else "||mean||^2, against the mean of the ranks"  # recorded gradients: nobody knows the true one
+    )
     title = (
         f"Round {look['round']}: d = {node['d']}, k = {look['k']}, s = {node['s']:.0f}, tail index "
         f"{node['tail_index']:.2f}, {100 * node['energy_in_largest']['0.01']:.0f} % of energy in 1 %\n"
-        f"Squared error / ||true||^2 (dense mean of the nodes: {look['error_of_dense_mean']:.3g})"
+        f"Squared error / {against}"
     )
     heads = ["scheme", "r / k", "k", "bytes", "plain", "x r / k", "with residual", "lag"]
     rows = []
