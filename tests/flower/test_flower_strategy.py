@@ -214,6 +214,22 @@ def test_a_first_model_that_clients_make_is_not_sent(tmp_path):
     assert not strategy.refusals
 
 
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"memory": NoMemory}, {"selector": RandomK()}])
+def test_a_new_training_starts_over_with_the_files_of_an_old_one(tmp_path, options):
+    """Its options may differ, and its first model is the one that clients make."""
+    results = []
+    for store, rounds in (("new", 3), ("used", 1), ("used", 3)):
+        mod = {"initial": lambda context: initial(), "store": tmp_path / store}
+        strategy, grid, _ = federation(
+            tmp_path, initial_known=True, mod=mod if rounds == 1 else mod | options
+        )
+        results.append(strategy.start(grid, initial(), num_rounds=rounds).arrays)
+        assert not strategy.refusals
+        assert sum(entry.snapshots for entry in strategy.ledger.rounds.values()) == 0
+    for name in ("w", "b"):
+        assert results[2][name].data == results[0][name].data
+
+
 @pytest.mark.parametrize(
     "mine", [None, lambda context: ArrayRecord({"w": Array(np.ones((9, 3), np.float32))}), "seed"]
 )

@@ -133,10 +133,13 @@ class _Exchange:
 
     def answer(self, call_next: ClientAppCallable) -> Message:
         """Update the model, run the app, compress its reply."""
-        training = self.message.metadata.message_type == MessageType.TRAIN
+        category, *_ = self.message.metadata.message_type.split(".")  # an action may follow: train.fast
+        training = category == MessageType.TRAIN
         repeated = self._earlier_reply(self.state["transaction"]) if self.state else None
         if repeated is not None and training:
             return Message(repeated, reply_to=self.message)
+        if self.state and self.state["transaction"]["session"] != self.acknowledgement.session:
+            self.state = None  # of an earlier training, perhaps with other options and another first model
         try:
             model, held = self._held_model()
             vector = self._follow(model, held)
