@@ -310,6 +310,20 @@ def test_a_reply_to_an_earlier_evaluation_is_refused():
     assert {r.reason for r in strategy.refusals} == {"it is of round 0, this is round 1"}
 
 
+def test_a_reply_to_training_is_none_to_evaluation():
+    """Of two clients, one answers the evaluation with what it sent in training: it stays out, not the other."""
+    strategy = RTopKStrategy(FedAvg(**FEW))
+    grid = LocalGrid([quadratic_app(RTopKMod(0.2), n) for n in range(2)])
+    trained = grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
+    again = reply_fuzzer.copied(trained[0])
+    arrays, _ = strategy.aggregate_train(1, trained)
+    replies = grid.send_and_receive(strategy.configure_evaluate(1, arrays, ConfigRecord(), grid))
+    honest = next(r for r in replies if r.metadata.src_node_id != again.metadata.src_node_id)
+    norm = honest.content["metrics"]["norm"]
+    assert strategy.aggregate_evaluate(1, [again, honest])["norm"] == norm
+    assert [r.node for r in strategy.refusals] == [again.metadata.src_node_id]
+
+
 def test_fuzzed_replies():
     """`reply_fuzzer.py` says what is made and what must hold."""
     counts = reply_fuzzer.fuzz(400, combinations=reply_fuzzer.COMBINATIONS[::4])

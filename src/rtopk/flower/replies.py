@@ -24,7 +24,7 @@ WEIGHT_LIMIT = 2.0**40  # examples
 WEIGHT_LEAST = 2.0**-40  # much less would vanish in float32
 REFUSALS_KEPT = 10_000
 HEAD, TAIL = 60, 140  # characters shown of a text from a client: a traceback says most in its last line
-Read = Callable[[Message, str, bytes, float], Offer]  # reply, client, digest of its model, weight
+Read = Callable[[Message, str, float], Offer]  # reply, client, weight
 Shape = tuple[object, ...]  # names and lengths of the records of a reply
 log = logging.getLogger("rtopk.flower")
 
@@ -94,13 +94,14 @@ class ReplyCheck:
         if held is None:
             self.roster.asked(node)
             raise RefusedError("it does not hold the model and asks for a snapshot")
+        if held != expected.digest:
+            raise RefusedError("it is of another model than the one that was sent")
         weight = _check_metrics(message.content, expected.weight_key, self.max_weight)
-        offer = None if expected.read is None else expected.read(message, client, held, weight)
+        offer = None if expected.read is None else expected.read(message, client, weight)
         if client in seen:
             raise RefusedError("a reply with this client id came already")
         seen.add(client)
-        if held == expected.digest:
-            self.roster.holds(node, held)
+        self.roster.holds(node, held)
         self.ledger.count(expected.number, "up", message.content)
         return offer
 
@@ -119,9 +120,7 @@ class ReplyCheck:
         return [message for message, shape in shapes.items() if shape == usual]
 
 
-def read_offer(
-    message: Message, client: str, digest: bytes, weight: float, model: Model, raw: Mapping[str, Array]
-) -> Offer:
+def read_offer(message: Message, client: str, weight: float, model: Model, raw: Mapping[str, Array]) -> Offer:
     """Return the offer of a training reply; its raw arrays must be of the kind of `raw`."""
     _, arrays = the_arrays(message.content)
     payloads = payload_bytes(arrays)
@@ -131,7 +130,7 @@ def read_offer(
     if set(arrays) != expected:
         raise RefusedError(f"its arrays must be {sorted(expected)}, got {sorted(arrays)[:9]}")
     beside = math.hypot(*(_distance(name, arrays[name], raw[name]) for name in model.raw))
-    return Offer(client, message.metadata.src_node_id, digest, payloads[0], weight, beside)
+    return Offer(client, message.metadata.src_node_id, payloads[0], weight, beside)
 
 
 def weight_of(content: RecordDict, key: str) -> float:

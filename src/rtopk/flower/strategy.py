@@ -215,11 +215,11 @@ class RTopKStrategy(Strategy):
     def _usable(self, number: int, replies: Iterable[Message], training: bool) -> dict[Message, Offer | None]:
         """Return the replies that may be used; in training with their offers."""
 
-        def read(message: Message, client: str, digest: bytes, weight: float) -> Offer:
+        def read(message: Message, client: str, weight: float) -> Offer:
             if self._open != number:
                 raise RefusedError(f"round {number} is closed")
-            offer = read_offer(message, client, digest, weight, self.model, self._raw)
-            self.intake.check(offer, number - 1, self.versions.digest)
+            offer = read_offer(message, client, weight, self.model, self._raw)
+            self.intake.check(offer, number - 1)
             return offer
 
         expected = Expected(
