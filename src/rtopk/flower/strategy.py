@@ -187,9 +187,10 @@ class RTopKStrategy(Strategy):
             )  # fmt: skip
             if self._restored is not None:
                 self._restore(self._restored)
-        elif arrays is not self._returned:  # another model was put in place of ours
+        elif arrays is not self._returned:
             vector, self._raw = self.model.flatten(arrays)
-            self.versions.advance(vector)
+            if not torch.equal(vector, self.model.rounded(self.versions.model)):
+                self.versions.advance(vector)  # another model was put in place of ours
         self._returned = arrays
         self.roster.named(self.versions.digest, self.versions.version)
         return self.model.record(self.versions.target, self._raw)
