@@ -472,6 +472,16 @@ def test_a_replayed_payload_is_refused(tmp_path):
     assert strategy.versions.digest == before
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"mean": "received "}, {"max_density": 2.0}, {"max_norm": -1.0}, {"outlier": 0.5}, {"max_weight": 0.0},
+     {"downlink_density": 0.0}, {"downlink_values": "fp8"}, {"anchor_every": -1}, {"history": 0}],
+)  # fmt: skip
+def test_wrong_options_are_refused_before_a_round_is_trained(option):
+    with pytest.raises(ValueError, match=next(iter(option)).removeprefix("downlink_")):
+        RTopKStrategy(FedAvg(), **option)
+
+
 def test_norm_bound(tmp_path):
     strategy, grid, _ = federation(tmp_path, max_norm=1e-6)
     strategy.start(grid, initial(), num_rounds=1)

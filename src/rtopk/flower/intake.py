@@ -127,6 +127,7 @@ class Intake:
         sparse_size = size - dense_size
         self.entries = dense_size + entries_sent(sparse_size, check_density(max_density, "max_density"))
         self.bound = NormBound(outlier, max_norm)
+        RunningMean(0, mean)  # refuses what is no mean
         self.mean: Mean = mean
         self.weighted = weighted
         self.ceiling = ceiling

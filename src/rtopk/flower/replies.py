@@ -57,6 +57,8 @@ class ReplyCheck:
     def __init__(self, roster: Roster, ledger: ByteLedger, max_weight: float, weight_ratio: float) -> None:
         if not weight_ratio >= 1.0:
             raise ValueError(f"weight_ratio must be at least 1, got {weight_ratio}")
+        if not max_weight >= WEIGHT_LEAST:
+            raise ValueError(f"max_weight must be at least {WEIGHT_LEAST:g}, got {max_weight}")
         self.roster, self.ledger = roster, ledger
         self.max_weight, self.weight_ratio = max_weight, weight_ratio
         self.refusals: list[Refusal] = []

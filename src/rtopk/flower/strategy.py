@@ -92,6 +92,8 @@ class RTopKStrategy(Strategy):
             "density": downlink_density, "values": downlink_values, "anchor_every": anchor_every,
             "history": history,
         }  # fmt: skip
+        Versions(torch.zeros(1), **self._downlink_options)  # raise now, not in the first round
+        Intake(1, 0, **self._intake_options)
         self._outer_state: State = {}
         self.roster = Roster(initial_known, rebind, clients)
         self.replies = ReplyCheck(self.roster, self.ledger, max_weight, weight_ratio)
