@@ -482,6 +482,15 @@ def test_wrong_options_are_refused_before_a_round_is_trained(option):
         RTopKStrategy(FedAvg(), **option)
 
 
+@pytest.mark.parametrize(
+    "option", [{"density": 5.0}, {"density": "1 %"}, {"values": "fp8"}, {"rounding": "up"}]
+)
+def test_wrong_options_of_a_client_are_refused_too(option):
+    """At every message it would be a run that ends well and learns nothing."""
+    with pytest.raises(ValueError, match=next(iter(option))):
+        RTopKMod(**option)
+
+
 def test_norm_bound(tmp_path):
     strategy, grid, _ = federation(tmp_path, max_norm=1e-6)
     strategy.start(grid, initial(), num_rounds=1)
