@@ -194,11 +194,15 @@ def test_evaluation_weights_are_capped_too():
     assert greedy == honest
 
 
-def test_of_two_forms_the_usual_one_stays():
+@pytest.mark.parametrize("restarted", [False, True])
+def test_of_two_forms_the_usual_one_stays(restarted):
     """Two clients, one of which changes its metrics: the form of the round before decides, not who came first."""
     strategy = RTopKStrategy(FedAvg(**FEW, fraction_evaluate=0.0))
     grid = LocalGrid([quadratic_app(RTopKMod(0.2), n) for n in range(2)])
     arrays = strategy.start(grid, initial(), num_rounds=1).arrays
+    if restarted:
+        state, strategy = strategy.state_dict(), RTopKStrategy(FedAvg(**FEW))
+        strategy.load_state_dict(state)
     replies = grid.send_and_receive(strategy.configure_train(2, arrays, ConfigRecord(), grid))
     replies.sort(key=lambda reply: reply.metadata.src_node_id)
     with_metrics(more=1.0)(replies[0])

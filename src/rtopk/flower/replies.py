@@ -62,7 +62,7 @@ class ReplyCheck:
         self.roster, self.ledger = roster, ledger
         self.max_weight, self.weight_ratio = max_weight, weight_ratio
         self.refusals: list[Refusal] = []
-        self._shapes: dict[bool, Shape] = {}  # the usual one, in training or not
+        self.shapes: dict[bool, Shape] = {}  # the usual one, in training or not
 
     def refuse(self, number: int, node: int, reason: str) -> None:
         """Record that a reply is refused."""
@@ -113,8 +113,8 @@ class ReplyCheck:
         if not shapes:
             return []
         counts, training = Counter(shapes.values()), expected.read is not None
-        last = self._shapes.get(training, ())
-        usual = self._shapes[training] = max(counts, key=lambda shape: (counts[shape], shape == last))
+        last = self.shapes.get(training, ())
+        usual = self.shapes[training] = max(counts, key=lambda shape: (counts[shape], shape == last))
         for message, shape in shapes.items():
             if shape != usual:
                 reason = f"its metrics {shape} are not those of the others"

@@ -245,6 +245,7 @@ class RTopKStrategy(Strategy):
             "versions": self.versions.state_dict(),
             "intake": self.intake.state_dict(),
             "roster": self.roster.state_dict(),
+            "shapes": dict(self.replies.shapes),
             "outer": dict(self._outer_state),
             "inner": flowers.save(self.inner),
             "raw": {name: torch.from_numpy(array.numpy().copy()) for name, array in self._raw.items()},
@@ -259,6 +260,7 @@ class RTopKStrategy(Strategy):
         self.session, self.clock = state["session"], state["clock"] + LEAP
         self.last_round = state["round"]
         self.roster.load_state_dict(state["roster"])
+        self.replies.shapes |= state.get("shapes", {})  # missing in states of older versions
         self._outer_state = dict(state["outer"])
         self._restored = state
 
