@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import engines
 import faulty_app
@@ -12,6 +13,7 @@ import torch
 
 from rtopk.codec import Codec
 from rtopk.flower.records import Model
+from rtopk.studies.federation.deployment import Fleet
 
 
 def books(folder, client, without=()):
@@ -50,6 +52,14 @@ def check_books(folder, rolled_back):
         assert len(reasons) == len(expected), reasons
         for when, words in expected:
             assert any(round_ == when and words in reason for round_, reason in reasons), (words, reasons)
+
+
+def test_an_app_in_a_relative_folder_is_found(tmp_path, monkeypatch):
+    """`rtopk fed deploy` writes one into runs/ beside us, and Flower's command line runs in the fleet's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Fleet, "flwr", lambda self, *arguments: {"success": True, "run-id": arguments[1]})
+    folder = engines.write_app(Path("runs") / "app", "faulty_app")
+    assert Fleet(Path("runs")).submit(folder) == str(tmp_path / "runs" / "app")
 
 
 @pytest.mark.slow

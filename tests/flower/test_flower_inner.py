@@ -83,6 +83,32 @@ def test_a_strategy_of_ones_own_sees_what_it_would_see_without_us():
         RTopKStrategy(OwnKrum(), each=False)
 
 
+class Named(FedAvg):
+    """Ask clients for an action of their own, not for the default one."""
+
+    def configure_train(self, *arguments):
+        messages = super().configure_train(*arguments)
+        return [
+            Message(m.content, message_type="train.short", dst_node_id=m.metadata.dst_node_id)
+            for m in messages
+        ]
+
+
+def test_a_named_action_of_training_is_compressed_too():
+    app = ClientApp(mods=[RTopKMod(0.1)])
+
+    @app.train("short")
+    def train(message, context):
+        own = ArrayRecord({n: Array(a.numpy() + np.float32(1)) for n, a in message.content["arrays"].items()})
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": own, "metrics": metrics}), reply_to=message)
+
+    strategy = RTopKStrategy(Named(**FEW, fraction_evaluate=0.0))
+    strategy.start(LocalGrid([app]), initial(), num_rounds=2)
+    assert not strategy.refusals
+    assert strategy.intake.accepted == {"0": 1}
+
+
 def test_a_class_or_an_old_strategy_is_refused():
     from flwr.server.strategy import FedAvg as OldFedAvg
 

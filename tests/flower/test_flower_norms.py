@@ -20,7 +20,7 @@ D = 16
 def offer(client, norm):
     values = torch.full((D,), norm / math.sqrt(D))
     payload = Codec().encode(SparseVector(torch.arange(D), values, D)).numpy().tobytes()
-    return Offer(str(client), client, b"", payload, 1.0)
+    return Offer(str(client), client, payload, 1.0)
 
 
 def judge(intake, norms, model=None):

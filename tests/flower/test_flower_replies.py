@@ -194,11 +194,15 @@ def test_evaluation_weights_are_capped_too():
     assert greedy == honest
 
 
-def test_of_two_forms_the_usual_one_stays():
+@pytest.mark.parametrize("restarted", [False, True])
+def test_of_two_forms_the_usual_one_stays(restarted):
     """Two clients, one of which changes its metrics: the form of the round before decides, not who came first."""
     strategy = RTopKStrategy(FedAvg(**FEW, fraction_evaluate=0.0))
     grid = LocalGrid([quadratic_app(RTopKMod(0.2), n) for n in range(2)])
     arrays = strategy.start(grid, initial(), num_rounds=1).arrays
+    if restarted:
+        state, strategy = strategy.state_dict(), RTopKStrategy(FedAvg(**FEW))
+        strategy.load_state_dict(state)
     replies = grid.send_and_receive(strategy.configure_train(2, arrays, ConfigRecord(), grid))
     replies.sort(key=lambda reply: reply.metadata.src_node_id)
     with_metrics(more=1.0)(replies[0])
@@ -308,6 +312,20 @@ def test_a_reply_to_an_earlier_evaluation_is_refused():
     strategy.start(grid, arrays, num_rounds=1)
     assert strategy.aggregate_evaluate(1, [copy(reply) for reply in old]) is None
     assert {r.reason for r in strategy.refusals} == {"it is of round 0, this is round 1"}
+
+
+def test_a_reply_to_training_is_none_to_evaluation():
+    """Of two clients, one answers the evaluation with what it sent in training: it stays out, not the other."""
+    strategy = RTopKStrategy(FedAvg(**FEW))
+    grid = LocalGrid([quadratic_app(RTopKMod(0.2), n) for n in range(2)])
+    trained = grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
+    again = reply_fuzzer.copied(trained[0])
+    arrays, _ = strategy.aggregate_train(1, trained)
+    replies = grid.send_and_receive(strategy.configure_evaluate(1, arrays, ConfigRecord(), grid))
+    honest = next(r for r in replies if r.metadata.src_node_id != again.metadata.src_node_id)
+    norm = honest.content["metrics"]["norm"]
+    assert strategy.aggregate_evaluate(1, [again, honest])["norm"] == norm
+    assert [r.node for r in strategy.refusals] == [again.metadata.src_node_id]
 
 
 def test_fuzzed_replies():

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     FedAdagrad,
@@ -93,6 +93,22 @@ def test_start_can_be_called_twice(tmp_path):
     assert not strategy.refusals
     assert set(strategy.intake.accepted.values()) == {3}
     assert sorted(strategy.ledger.rounds) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_a_start_from_a_copy_of_the_result_loses_nothing(tmp_path, kind):
+    """What the server has not sent yet, and what float16 does not hold, stays for later rounds."""
+    results = []
+    for copied in (False, True):
+        grid, strategy = make_grid(tmp_path / str(copied)), make(downlink_density=0.05)
+        arrays = ArrayRecord({n: Array(a.numpy().astype(kind)) for n, a in initial().items()})
+        for _ in range(4):
+            arrays = strategy.start(grid, arrays, num_rounds=1).arrays
+            if copied:
+                arrays = ArrayRecord.from_torch_state_dict(arrays.to_torch_state_dict())
+        results.append(strategy.versions)
+    assert torch.equal(results[0].target, results[1].target)
+    assert results[0].version == results[1].version == 4
 
 
 class Own(FedAvg):

@@ -214,6 +214,22 @@ def test_a_first_model_that_clients_make_is_not_sent(tmp_path):
     assert not strategy.refusals
 
 
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"memory": NoMemory}, {"selector": RandomK()}])
+def test_a_new_training_starts_over_with_the_files_of_an_old_one(tmp_path, options):
+    """Its options may differ, and its first model is the one that clients make."""
+    results = []
+    for store, rounds in (("new", 3), ("used", 1), ("used", 3)):
+        mod = {"initial": lambda context: initial(), "store": tmp_path / store}
+        strategy, grid, _ = federation(
+            tmp_path, initial_known=True, mod=mod if rounds == 1 else mod | options
+        )
+        results.append(strategy.start(grid, initial(), num_rounds=rounds).arrays)
+        assert not strategy.refusals
+        assert sum(entry.snapshots for entry in strategy.ledger.rounds.values()) == 0
+    for name in ("w", "b"):
+        assert results[2][name].data == results[0][name].data
+
+
 @pytest.mark.parametrize(
     "mine", [None, lambda context: ArrayRecord({"w": Array(np.ones((9, 3), np.float32))}), "seed"]
 )
@@ -454,6 +470,25 @@ def test_a_replayed_payload_is_refused(tmp_path):
     before = strategy.versions.digest
     assert strategy.aggregate_train(2, replies) == (None, None)  # the round is closed
     assert strategy.versions.digest == before
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"mean": "received "}, {"max_density": 2.0}, {"max_norm": -1.0}, {"outlier": 0.5}, {"max_weight": 0.0},
+     {"downlink_density": 0.0}, {"downlink_values": "fp8"}, {"anchor_every": -1}, {"history": 0}],
+)  # fmt: skip
+def test_wrong_options_are_refused_before_a_round_is_trained(option):
+    with pytest.raises(ValueError, match=next(iter(option)).removeprefix("downlink_")):
+        RTopKStrategy(FedAvg(), **option)
+
+
+@pytest.mark.parametrize(
+    "option", [{"density": 5.0}, {"density": "1 %"}, {"values": "fp8"}, {"rounding": "up"}]
+)
+def test_wrong_options_of_a_client_are_refused_too(option):
+    """At every message it would be a run that ends well and learns nothing."""
+    with pytest.raises(ValueError, match=next(iter(option))):
+        RTopKMod(**option)
 
 
 def test_norm_bound(tmp_path):

@@ -40,7 +40,6 @@ class Offer:
 
     client: str
     node: int
-    digest: bytes  # of the model it trained from
     payload: bytes
     weight: float
     beside: float = 0.0  # norm of the change in its uncompressed arrays
@@ -128,17 +127,16 @@ class Intake:
         sparse_size = size - dense_size
         self.entries = dense_size + entries_sent(sparse_size, check_density(max_density, "max_density"))
         self.bound = NormBound(outlier, max_norm)
+        RunningMean(0, mean)  # refuses what is no mean
         self.mean: Mean = mean
         self.weighted = weighted
         self.ceiling = ceiling
         self.accepted: dict[str, int] = {}  # client -> its last round that was used
 
-    def check(self, offer: Offer, round_: int, digest: bytes) -> None:
-        """Raise RefusedError unless the offer may be decoded in this round of this model."""
+    def check(self, offer: Offer, round_: int) -> None:
+        """Raise RefusedError unless the offer may be decoded in this round."""
         if self.accepted.get(offer.client, NOTHING) >= round_:
             raise RefusedError(f"round {round_} of this client was accepted already")
-        if offer.digest != digest:
-            raise RefusedError("it was trained from another model than this round's")
         if len(offer.payload) > 1024 + ENTRY_BYTES * self.entries:
             raise RefusedError(f"{len(offer.payload)} bytes are too many for {self.entries} entries")
 

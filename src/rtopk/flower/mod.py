@@ -27,7 +27,7 @@ from rtopk.flower.records import HEADER, PAYLOAD, Model, payload_array, payload_
 from rtopk.flower.store import ContextStore, FileStore, Store
 from rtopk.flower.transaction import Acknowledgement, Freshness, Transaction
 from rtopk.memory import ErrorFeedback, Memory
-from rtopk.schedule import Schedule
+from rtopk.schedule import Schedule, as_schedule
 from rtopk.seed import derive
 from rtopk.select import Selector
 from rtopk.sparsifier import Sparsifier
@@ -65,7 +65,8 @@ class RTopKMod:
     initial: Callable[[Context], ArrayRecord] | None = None
 
     def __post_init__(self) -> None:
-        Codec(self.values, self.rounding)  # raise now, not in the first round
+        as_schedule(self.density)  # raise now, not in the first round
+        Codec(self.values, self.rounding)
         defaults.selector(1, self.memory(), self.selector)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -133,10 +134,13 @@ class _Exchange:
 
     def answer(self, call_next: ClientAppCallable) -> Message:
         """Update the model, run the app, compress its reply."""
-        training = self.message.metadata.message_type == MessageType.TRAIN
+        category, *_ = self.message.metadata.message_type.split(".")  # an action may follow: train.fast
+        training = category == MessageType.TRAIN
         repeated = self._earlier_reply(self.state["transaction"]) if self.state else None
         if repeated is not None and training:
             return Message(repeated, reply_to=self.message)
+        if self.state and self.state["transaction"]["session"] != self.acknowledgement.session:
+            self.state = None  # of an earlier training, perhaps with other options and another first model
         try:
             model, held = self._held_model()
             vector = self._follow(model, held)

@@ -24,7 +24,7 @@ WEIGHT_LIMIT = 2.0**40  # examples
 WEIGHT_LEAST = 2.0**-40  # much less would vanish in float32
 REFUSALS_KEPT = 10_000
 HEAD, TAIL = 60, 140  # characters shown of a text from a client: a traceback says most in its last line
-Read = Callable[[Message, str, bytes, float], Offer]  # reply, client, digest of its model, weight
+Read = Callable[[Message, str, float], Offer]  # reply, client, weight
 Shape = tuple[object, ...]  # names and lengths of the records of a reply
 log = logging.getLogger("rtopk.flower")
 
@@ -57,10 +57,12 @@ class ReplyCheck:
     def __init__(self, roster: Roster, ledger: ByteLedger, max_weight: float, weight_ratio: float) -> None:
         if not weight_ratio >= 1.0:
             raise ValueError(f"weight_ratio must be at least 1, got {weight_ratio}")
+        if not max_weight >= WEIGHT_LEAST:
+            raise ValueError(f"max_weight must be at least {WEIGHT_LEAST:g}, got {max_weight}")
         self.roster, self.ledger = roster, ledger
         self.max_weight, self.weight_ratio = max_weight, weight_ratio
         self.refusals: list[Refusal] = []
-        self._shapes: dict[bool, Shape] = {}  # the usual one, in training or not
+        self.shapes: dict[bool, Shape] = {}  # the usual one, in training or not
 
     def refuse(self, number: int, node: int, reason: str) -> None:
         """Record that a reply is refused."""
@@ -94,13 +96,14 @@ class ReplyCheck:
         if held is None:
             self.roster.asked(node)
             raise RefusedError("it does not hold the model and asks for a snapshot")
+        if held != expected.digest:
+            raise RefusedError("it is of another model than the one that was sent")
         weight = _check_metrics(message.content, expected.weight_key, self.max_weight)
-        offer = None if expected.read is None else expected.read(message, client, held, weight)
+        offer = None if expected.read is None else expected.read(message, client, weight)
         if client in seen:
             raise RefusedError("a reply with this client id came already")
         seen.add(client)
-        if held == expected.digest:
-            self.roster.holds(node, held)
+        self.roster.holds(node, held)
         self.ledger.count(expected.number, "up", message.content)
         return offer
 
@@ -110,8 +113,8 @@ class ReplyCheck:
         if not shapes:
             return []
         counts, training = Counter(shapes.values()), expected.read is not None
-        last = self._shapes.get(training, ())
-        usual = self._shapes[training] = max(counts, key=lambda shape: (counts[shape], shape == last))
+        last = self.shapes.get(training, ())
+        usual = self.shapes[training] = max(counts, key=lambda shape: (counts[shape], shape == last))
         for message, shape in shapes.items():
             if shape != usual:
                 reason = f"its metrics {shape} are not those of the others"
@@ -119,9 +122,7 @@ class ReplyCheck:
         return [message for message, shape in shapes.items() if shape == usual]
 
 
-def read_offer(
-    message: Message, client: str, digest: bytes, weight: float, model: Model, raw: Mapping[str, Array]
-) -> Offer:
+def read_offer(message: Message, client: str, weight: float, model: Model, raw: Mapping[str, Array]) -> Offer:
     """Return the offer of a training reply; its raw arrays must be of the kind of `raw`."""
     _, arrays = the_arrays(message.content)
     payloads = payload_bytes(arrays)
@@ -131,7 +132,7 @@ def read_offer(
     if set(arrays) != expected:
         raise RefusedError(f"its arrays must be {sorted(expected)}, got {sorted(arrays)[:9]}")
     beside = math.hypot(*(_distance(name, arrays[name], raw[name]) for name in model.raw))
-    return Offer(client, message.metadata.src_node_id, digest, payloads[0], weight, beside)
+    return Offer(client, message.metadata.src_node_id, payloads[0], weight, beside)
 
 
 def weight_of(content: RecordDict, key: str) -> float:

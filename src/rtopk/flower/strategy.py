@@ -92,6 +92,8 @@ class RTopKStrategy(Strategy):
             "density": downlink_density, "values": downlink_values, "anchor_every": anchor_every,
             "history": history,
         }  # fmt: skip
+        Versions(torch.zeros(1), **self._downlink_options)  # raise now, not in the first round
+        Intake(1, 0, **self._intake_options)
         self._outer_state: State = {}
         self.roster = Roster(initial_known, rebind, clients)
         self.replies = ReplyCheck(self.roster, self.ledger, max_weight, weight_ratio)
@@ -187,9 +189,10 @@ class RTopKStrategy(Strategy):
             )  # fmt: skip
             if self._restored is not None:
                 self._restore(self._restored)
-        elif arrays is not self._returned:  # another model was put in place of ours
+        elif arrays is not self._returned:
             vector, self._raw = self.model.flatten(arrays)
-            self.versions.advance(vector)
+            if not torch.equal(vector, self.model.rounded(self.versions.model)):
+                self.versions.advance(vector)  # another model was put in place of ours
         self._returned = arrays
         self.roster.named(self.versions.digest, self.versions.version)
         return self.model.record(self.versions.target, self._raw)
@@ -215,11 +218,11 @@ class RTopKStrategy(Strategy):
     def _usable(self, number: int, replies: Iterable[Message], training: bool) -> dict[Message, Offer | None]:
         """Return the replies that may be used; in training with their offers."""
 
-        def read(message: Message, client: str, digest: bytes, weight: float) -> Offer:
+        def read(message: Message, client: str, weight: float) -> Offer:
             if self._open != number:
                 raise RefusedError(f"round {number} is closed")
-            offer = read_offer(message, client, digest, weight, self.model, self._raw)
-            self.intake.check(offer, number - 1, self.versions.digest)
+            offer = read_offer(message, client, weight, self.model, self._raw)
+            self.intake.check(offer, number - 1)
             return offer
 
         expected = Expected(
@@ -242,6 +245,7 @@ class RTopKStrategy(Strategy):
             "versions": self.versions.state_dict(),
             "intake": self.intake.state_dict(),
             "roster": self.roster.state_dict(),
+            "shapes": dict(self.replies.shapes),
             "outer": dict(self._outer_state),
             "inner": flowers.save(self.inner),
             "raw": {name: torch.from_numpy(array.numpy().copy()) for name, array in self._raw.items()},
@@ -256,6 +260,7 @@ class RTopKStrategy(Strategy):
         self.session, self.clock = state["session"], state["clock"] + LEAP
         self.last_round = state["round"]
         self.roster.load_state_dict(state["roster"])
+        self.replies.shapes |= state.get("shapes", {})  # missing in states of older versions
         self._outer_state = dict(state["outer"])
         self._restored = state
 

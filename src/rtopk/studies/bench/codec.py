@@ -229,7 +229,7 @@ def measure_aggregation(
         rng = generator(0, "aggregate", number)
         vector = SparseVector(draw(d, k, rng), torch.randn(k, generator=rng), d)
         data = codec.encode(vector).numpy().tobytes()
-        offers.append(Offer(str(number), number, b"", data, 1.0 + number % 3))
+        offers.append(Offer(str(number), number, data, 1.0 + number % 3))
     model = torch.randn(d, generator=generator(0, "aggregate"))
     peak = _peak(lambda: _intake(d, density, known=clients).average(offers, model))
     vectors = [_intake(d, density, known=clients).decode(offer) for offer in offers]

@@ -138,7 +138,7 @@ class Fleet:
 
     def submit(self, app: Path, *options: str) -> str:
         """Start a run of an app folder with options of `flwr run`, return its id."""
-        answer = self.flwr("run", str(app), "fleet", *options)
+        answer = self.flwr("run", str(app.absolute()), "fleet", *options)
         if not answer.get("success") or "run-id" not in answer:
             raise FleetError(f"flwr run did not start a run: {answer}")
         return str(answer["run-id"])
