@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from rtopk.memory import Memory
 from rtopk.replicas.options import plain_name, refuse_parameters
 
 HOW = (
@@ -63,6 +64,16 @@ def roots(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, FSDPModule):
         return [module]
     return [root for child in module.children() for root in roots(child)]
+
+
+def refuse_memory(memory: Memory, shards: int) -> None:
+    """Raise ValueError if a memory needs the whole gradient of a replica, and gets a shard of it."""
+    limit = getattr(memory, "clip_norm", None)
+    if shards > 1 and limit is not None:
+        raise ValueError(
+            f"the memory's clip_norm={limit} would bound each of {shards} shards by itself; give it to "
+            "register(..., clip_norm=), which bounds the gradient of the whole replica"
+        )
 
 
 def refuse(model: nn.Module, mesh: DeviceMesh, attach: bool) -> None:
