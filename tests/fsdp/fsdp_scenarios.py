@@ -679,6 +679,7 @@ def refused(at: Place) -> dict[str, Any]:
         "all frozen": lambda: rtopk.fsdp.register(all_frozen(), mesh["replicate"]),
         "meta": lambda: rtopk.fsdp.register(on_meta(), mesh["replicate"]),
         "2-D": lambda: rtopk.fsdp.register(shard(net(), mesh), mesh["replicate"]),
+        "no mesh": lambda: rtopk.fsdp.register(shard(net(), mesh["shard"]), 0.01),
         "2-D mesh given": lambda: rtopk.fsdp.register(shard(net(), mesh["shard"]), mesh),
         "the shard's mesh given": lambda: rtopk.fsdp.register(shard(net(), mesh["shard"]), mesh["shard"]),
         "ranks in another order": lambda: registered(

@@ -231,6 +231,7 @@ def test_replicas_must_start_from_the_same_weights(four: Results) -> None:
 
 @pytest.mark.parametrize(("name", "reason"), [
     ("2-D", "FSDP reduces the whole gradient between replicas"),
+    ("no mesh", "TypeError: mesh must be the DeviceMesh of the replicas, got 0.01: mesh = init_device_mesh("),
     ("2-D mesh given", "mesh must have one dimension, got 2"),
     ("the shard's mesh given", "one of each site"),
     ("ranks in another order", "the ranks of a mesh must ascend"),

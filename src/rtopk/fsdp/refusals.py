@@ -77,7 +77,9 @@ def refuse_memory(memory: Memory, shards: int) -> None:
 
 
 def refuse(model: nn.Module, mesh: DeviceMesh, attach: bool) -> None:
-    """Raise ValueError if gradients of this model cannot be exchanged over this mesh."""
+    """Raise an error if gradients of this model cannot be exchanged over this mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be the DeviceMesh of the replicas, got {mesh!r}: {HOW}")
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh must have one dimension, got {mesh.ndim} {mesh.mesh_dim_names or ''}; pass the one of the "

@@ -266,9 +266,7 @@ class Sharded(checkpoint.Sharded):
             for kind, parts in state["memory"].items()
         }
         kept = {name: state[name] for name in ("seed", "step", "epoch")}
-        # In the field `format`, as DCP gives a reader only the kinds that it asks for, and drops others unnoticed.
-        kinds = " ".join([str(checkpoint.FORMAT), *memory])
-        return {self._key: {**kept, "format": kinds, "memory": memory}}
+        return {self._key: {**kept, "format": " ".join([str(checkpoint.FORMAT), *memory]), "memory": memory}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this replica's state."""
@@ -277,15 +275,7 @@ class Sharded(checkpoint.Sharded):
             kind: {name: _local(tensor) for name, tensor in tensors.items()}
             for kind, tensors in part["memory"].items()
         }
-        version, *kinds = str(part["format"]).split()  # from before the kinds were told: none
-        if version == str(checkpoint.FORMAT):
-            part["format"] = checkpoint.FORMAT
-        if kinds and set(kinds) != set(memory):
-            raise StateError(
-                f"{self._key} of the checkpoint holds {kinds}, and this job reads {sorted(memory)}: the rest would "
-                "be lost. Use the options of the job that wrote it (memory, exchange), and register with the "
-                "optimizer before you load"
-            )
+        self._expect_kinds(self._told(part), memory)
         if part["seed"] != self.state.options.seed:
             raise StateError(f"the state is of seed {part['seed']}, this job has {self.state.options.seed}")
         self.state.load_state_dict({**self.state.state_dict(), **part, "memory": memory})
