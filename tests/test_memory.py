@@ -18,6 +18,7 @@ from rtopk import (
 )
 from rtopk.kernels import draws
 from rtopk.kernels.search import Pending, Search
+from rtopk.memory import clip
 
 
 def sparse(indices, values, size):
@@ -61,6 +62,12 @@ def test_nesterov_is_torchs():
         total -= vector
         memory.subtract(SparseVector(torch.arange(50), vector, 50))
         assert torch.allclose(total, weight.detach(), atol=1e-5)
+
+
+def test_a_gradient_whose_square_overflows_is_clipped_to_the_limit():
+    huge = torch.full((100,), 1e30)
+    assert torch.linalg.vector_norm(clip(huge, 2.0)).item() == pytest.approx(2.0)
+    assert not clip(torch.tensor([1.0, math.inf]), 2.0).isfinite().all()  # for the memory to refuse
 
 
 def test_local_clipping_bounds_what_is_added():

@@ -103,6 +103,7 @@ def momentum_moves(at: Place) -> dict[str, Any]:
         # What was saved with momentum 0 says what it was.
         saved, again = copy.deepcopy(optimizer.state_dict()), sgd(net(), momentum=0.5)
         again.load_state_dict(saved)
+        again.param_groups[0]["momentum"] = 0.3  # as OneCycleLR leaves it
         memory = rtopk.replicas.momentum.memory_for(again, lambda parameter: True)
         # Where the memory has no momentum, it is the optimizer's again.
         leaves = net()

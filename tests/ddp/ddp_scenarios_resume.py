@@ -165,6 +165,11 @@ def distributed_checkpoint(at: Place) -> dict[str, Any]:
         loaded = {"model": fresh_model.state_dict(), "rtopk": fresh.sharded()}
         dcp.load(loaded, checkpoint_id=at.folder / "dcp")
         found = {"saved": bits(state.state_dict()), "loaded": bits(fresh.state_dict()), "step": fresh.step}
+        third = _start(at, "global", "momentum-correction")[2]
+        dcp.save({"rtopk": third.sharded()}, checkpoint_id=at.folder / "dcp-velocity")
+        found["others"] = attempt(
+            dcp.load, {"rtopk": fresh.sharded()}, checkpoint_id=at.folder / "dcp-velocity"
+        )
         # As it was written before there was a digest: the plain state under this rank's key.
         plain = {fresh.sharded()._key: state.state_dict()}
         dcp.save({"rtopk": plain}, checkpoint_id=at.folder / "dcp-old")

@@ -78,6 +78,7 @@ def test_torch_distributed_checkpoint_keeps_every_rank(pair: Results) -> None:
     for found in (one, two):
         assert found["old"] == found["saved"], "a checkpoint without a digest must load"
         assert "of the checkpoint is damaged: checksum is wrong" in found["flipped"]
+        assert "holds ['residual', 'velocity'], and this job reads ['residual']" in found["others"]
         assert found["same"]
 
 

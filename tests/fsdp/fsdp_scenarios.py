@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ddp_parts import batch, bits, loss_of, net
 from ddp_worker import Place
-from fsdp_parts import Reference, meshes, native, registered, residuals, shard, weights, whole
+from fsdp_parts import Reference, full, meshes, native, registered, residuals, shard, weights, whole
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -429,6 +429,39 @@ def idle_in_a_second_backward(at: Place) -> dict[str, Any]:
     return found
 
 
+def idle_after_a_deferral(at: Place) -> dict[str, Any]:
+    """A layer in the micro-batch without an all-reduce, and not in the last: its gradient is exchanged too."""
+    mesh, found = meshes(), {}
+    for scope in ("global", "bucket"):
+        models = [branches(mesh, scope=scope, density=1.0)[0], branches(mesh)[0]]
+        for model in models:
+            if model is models[0]:
+                model.set_requires_all_reduce(False)
+            loss_of(model, at.rank, 0).backward()
+            if model is models[0]:
+                model.set_requires_all_reduce(True)
+                model.skips = True
+                loss_of(model, at.rank, 1).backward()
+        found[scope] = [bits({"": full(model[1].weight.grad)}) for model in models]
+    return found
+
+
+def clipped(at: Place) -> dict[str, Any]:
+    """`clip_norm` bounds the gradient of a site, over its shards, as clipping each site's before the mean does."""
+    mesh, limit = meshes(), 0.01
+    model, _ = registered(mesh, density=1.0, clip_norm=limit)
+    plain = shard(net(), mesh["shard"])
+    worst = 0.0
+    for one in (model, plain):
+        loss_of(one, at.rank, 0).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        mean = full(theirs.grad).clone()
+        dist.all_reduce(mean, group=mesh["replicate"].get_group())
+        worst = max(worst, float((full(ours.grad) - mean / 2).abs().max()))
+    return {"worst": worst, "largest": max(float(full(p.grad).abs().max()) for p in model.parameters())}
+
+
 class Experts(nn.Module):
     """Each site uses an expert of its own."""
 
@@ -491,6 +524,16 @@ def what_users_do(at: Place) -> dict[str, Any]:
             change(model)
             train(model, sgd(model), range(3), at.rank)
         found[name] = [weights(ours), weights(theirs)]
+
+    for place in (0, 3, 5):  # one module alone has a divisor
+        ours, _ = registered(mesh, density=1.0)
+        theirs = native(mesh)
+        for model in (ours, theirs):
+            for module in (model[0], model[3], model):
+                module.set_force_sum_reduction_for_comms(True)
+            (model if place == 5 else model[place]).set_gradient_divide_factor(8.0)
+            train(model, sgd(model), range(3), at.rank)
+        found[f"divisor of {place}"] = [weights(ours), weights(theirs)]
 
     def micro(model: nn.Module, rank: int, step: int) -> Tensor:
         model.set_requires_all_reduce(False)
@@ -636,6 +679,7 @@ def refused(at: Place) -> dict[str, Any]:
         "all frozen": lambda: rtopk.fsdp.register(all_frozen(), mesh["replicate"]),
         "meta": lambda: rtopk.fsdp.register(on_meta(), mesh["replicate"]),
         "2-D": lambda: rtopk.fsdp.register(shard(net(), mesh), mesh["replicate"]),
+        "no mesh": lambda: rtopk.fsdp.register(shard(net(), mesh["shard"]), 0.01),
         "2-D mesh given": lambda: rtopk.fsdp.register(shard(net(), mesh["shard"]), mesh),
         "the shard's mesh given": lambda: rtopk.fsdp.register(shard(net(), mesh["shard"]), mesh["shard"]),
         "ranks in another order": lambda: registered(
@@ -647,6 +691,7 @@ def refused(at: Place) -> dict[str, Any]:
         ),
         "plain": lambda: rtopk.fsdp.register(net(), mesh["replicate"]),
         "sparse": lambda: rtopk.fsdp.register(embedding(), mesh["replicate"]),
+        "memory clips": lambda: registered(mesh, memory=lambda: MomentumCorrection(clip_norm=0.5)),
         "partly": lambda: rtopk.fsdp.register(partly(), mesh["replicate"]),
         "ddp": lambda: rtopk.ddp.register(shard(net(), mesh["shard"])),
         "momentum": lambda: (
@@ -678,6 +723,30 @@ def first_half(at: Place, until: int = 10) -> dict[str, Any]:
         dcp.save(_all_of(model, optimizer, state), checkpoint_id=str(folder / "dcp"))
         found[scope] = [weights(model), bits(residuals(state))]
     return found
+
+
+def kinds_through_dcp(at: Place) -> dict[str, Any]:
+    """DCP gives a job only what it asks for: one with other options must not lose the rest unnoticed."""
+    found = {}
+    ways: dict[str, dict[str, Any]] = {
+        "velocity": {"memory": MomentumCorrection},
+        "owner_residual": {"exchange": "all-reduce"},
+    }
+    for kind, options in ways.items():
+        model, state = registered(meshes(), **options)
+        train(model, sgd(model, momentum=0.0), range(2), at.rank)
+        folder = str(at.folder / f"fsdp-kinds-{kind}")
+        dcp.save({"rtopk": state.sharded()}, checkpoint_id=folder)
+        other = registered(meshes())[1]
+        before = bits(other.state_dict())
+        refusal = _error(
+            lambda other=other, folder=folder: dcp.load({"rtopk": other.sharded()}, checkpoint_id=folder)
+        )
+        found[kind] = [refusal, bits(other.state_dict()) == before]
+    state = registered(meshes())[1]
+    key, saved = next(iter(state.sharded().state_dict().items()))
+    state.sharded().load_state_dict({key: {**saved, "format": 1, "step": 3}})  # from before kinds were told
+    return {**found, "older": state.step}
 
 
 def owners_through_dcp(at: Place) -> dict[str, Any]:

@@ -18,6 +18,9 @@ FOUR = [
     scenarios.idle,
     scenarios.idle_from_the_start,
     scenarios.idle_in_a_second_backward,
+    scenarios.idle_after_a_deferral,
+    scenarios.clipped,
+    scenarios.kinds_through_dcp,
     scenarios.options_differ,
     scenarios.experts,
     scenarios.what_users_do,
@@ -147,6 +150,26 @@ def test_options_must_be_the_same_on_all_ranks(four: Results) -> None:
     assert "values is fp32 on rank 0, 2; fp16 on rank 1, 3" in found[0]["one shard"]
 
 
+@pytest.mark.parametrize("scope", ["global", "bucket"])
+def test_a_layer_that_the_last_micro_batch_leaves_out_is_exchanged(four: Results, scope: str) -> None:
+    same(clean(four, "idle_after_a_deferral"), scope)
+
+
+def test_clipping_bounds_the_gradient_of_a_site_over_all_shards(four: Results) -> None:
+    for rank in clean(four, "clipped"):
+        assert rank["worst"] < 1e-5 * rank["largest"]
+
+
+def test_what_dcp_would_leave_out_is_refused(four: Results) -> None:
+    for rank in clean(four, "kinds_through_dcp"):
+        for kind in ("velocity", "owner_residual"):
+            refusal, unchanged = rank[kind]
+            assert refusal.startswith("StateError: rank")
+            assert f"holds ['residual', '{kind}'], and this job reads ['residual']" in refusal
+            assert unchanged
+        assert rank["older"] == 3
+
+
 @pytest.mark.parametrize("name", ["global, 0.02", "global, 1.0", "bucket, 0.02", "bucket, 1.0"])
 def test_parameters_that_one_site_uses_have_a_gradient_on_all_ranks(four: Results, name: str) -> None:
     found = [rank[name] for rank in clean(four, "experts")]
@@ -155,7 +178,18 @@ def test_parameters_that_one_site_uses_have_a_gradient_on_all_ranks(four: Result
     assert all(all(step) for step in found[0][1])
 
 
-@pytest.mark.parametrize("name", ["assign", "divisor", "no all-reduce, global", "no all-reduce, bucket"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "assign",
+        "divisor",
+        "divisor of 0",
+        "divisor of 3",
+        "divisor of 5",
+        "no all-reduce, global",
+        "no all-reduce, bucket",
+    ],
+)
 def test_what_users_do_with_fsdp_equals_native_hybrid_sharding(four: Results, name: str) -> None:
     found = clean(four, "what_users_do")
     same(found, name)
@@ -197,6 +231,7 @@ def test_replicas_must_start_from_the_same_weights(four: Results) -> None:
 
 @pytest.mark.parametrize(("name", "reason"), [
     ("2-D", "FSDP reduces the whole gradient between replicas"),
+    ("no mesh", "TypeError: mesh must be the DeviceMesh of the replicas, got 0.01: mesh = init_device_mesh("),
     ("2-D mesh given", "mesh must have one dimension, got 2"),
     ("the shard's mesh given", "one of each site"),
     ("ranks in another order", "the ranks of a mesh must ascend"),
@@ -204,6 +239,7 @@ def test_replicas_must_start_from_the_same_weights(four: Results) -> None:
     ("fsdp1", "FSDP1"),
     ("plain", "Sequential is not sharded: call fully_shard first"),
     ("sparse", "makes sparse gradients"),
+    ("memory clips", "clip_norm=0.5 would bound each of 2 shards by itself; give it to register(..., clip_norm=)"),
     ("partly", "trainable parameters are not sharded"),
     ("ddp", "use rtopk.fsdp.register"),
     ("momentum", "it would act twice"),

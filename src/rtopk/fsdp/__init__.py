@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtopk.compat import FSDP, require_torch
-from rtopk.fsdp.refusals import refuse, shard_mesh, sharded_model
+from rtopk.fsdp.refusals import refuse, refuse_memory, shard_mesh, sharded_model
 from rtopk.fsdp.shards import State
 from rtopk.replicas.control import GradientNotFinite, RanksDisagree
 from rtopk.replicas.options import Options, takes
@@ -38,7 +38,9 @@ def register(model: nn.Module, mesh: DeviceMesh, options: Options) -> State:
             AllGather(mesh.get_group(), device),
             AllGather(shard_mesh(sharded).get_group(), device),
         )
-        return State(sharded, options.resolved(between.nodes), between, within)
+        resolved = options.resolved(between.nodes)
+        refuse_memory(resolved.make_memory(), within.nodes)
+        return State(sharded, resolved, between, within)
 
     everyone = AllGather(device=torch.device(getattr(mesh, "device_type", "cpu")))
     state = make_alike(everyone, make)

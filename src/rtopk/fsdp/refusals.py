@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from rtopk.memory import Memory
 from rtopk.replicas.options import plain_name, refuse_parameters
 
 HOW = (
@@ -65,8 +66,20 @@ def roots(module: nn.Module) -> list[nn.Module]:
     return [root for child in module.children() for root in roots(child)]
 
 
+def refuse_memory(memory: Memory, shards: int) -> None:
+    """Raise ValueError if a memory needs the whole gradient of a replica, and gets a shard of it."""
+    limit = getattr(memory, "clip_norm", None)
+    if shards > 1 and limit is not None:
+        raise ValueError(
+            f"the memory's clip_norm={limit} would bound each of {shards} shards by itself; give it to "
+            "register(..., clip_norm=), which bounds the gradient of the whole replica"
+        )
+
+
 def refuse(model: nn.Module, mesh: DeviceMesh, attach: bool) -> None:
-    """Raise ValueError if gradients of this model cannot be exchanged over this mesh."""
+    """Raise an error if gradients of this model cannot be exchanged over this mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be the DeviceMesh of the replicas, got {mesh!r}: {HOW}")
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh must have one dimension, got {mesh.ndim} {mesh.mesh_dim_names or ''}; pass the one of the "

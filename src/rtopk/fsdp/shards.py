@@ -11,9 +11,11 @@ they compare the outcome over the fast links of their site.
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -52,6 +54,7 @@ class State(state.State):
         self._task = -1  # the backward pass of the round in progress
         self._waiting: dict[str, Tensor] = {}  # means that were set aside before a round
         self._zeros: dict[str, Tensor] = {}  # gradients that were zero before this backward
+        self._deferred: set[int] = set()  # parts that a backward without an all-reduce left to this one
 
     @property
     def seed(self) -> int:
@@ -149,6 +152,7 @@ class State(state.State):
             module
         ).all_reduce_grads:  # set_requires_all_reduce(False): another backward will follow
             self._set_aside(names)
+            self._deferred.add(part)
             return
         if self.round is None:
             self.round, self._task = Round(self), task
@@ -182,19 +186,32 @@ class State(state.State):
             self.written.forget(id(parameter))
 
     def _fresh(self) -> set[str]:
-        """Return the parameters with a gradient of this backward."""
-        reduced = (name for part in self.reduced for name in self.parts[part][1])
+        """Return the parameters with a gradient of this backward, or of one that left the exchange to it."""
+        reduced = (name for part in {*self.reduced, *self._deferred} for name in self.parts[part][1])
         return {name for name in reduced if self.parameters[name].grad is not None}
 
     def _send(self, this: Round, names: list[str]) -> None:
         fresh = self._fresh().intersection(names)
         # With a divisor of the user's, set_gradient_divide_factor, HSDP adds replicas instead of averaging them.
-        adds = _group(self.parts[0][0]).gradient_divide_factor is not None
-        for name in fresh:
-            gradient = _local(cast(Tensor, self.parameters[name].grad))
-            this.put(name, gradient * self.world_size if adds else gradient)
+        divided = [own for module, own in self.parts if _group(module).gradient_divide_factor is not None]
+        adds = set(chain(*divided))
+        gradients = {n: _local(cast(Tensor, self.parameters[n].grad)) for n in names if n in fresh}
+        gradients |= {n: gradients[n] * self.world_size for n in adds & fresh}
+        for name, gradient in gradients.items():
+            this.put(name, gradient)
+        if self.options.clip_norm is not None:
+            this.clip_norm = self._share_of_norm(gradients.values(), self.options.clip_norm)
         this.held |= {name: self._waiting.pop(name) for name in names if name in self._waiting}
         this.send(list({self.group_of[name]: None for name in names}), set(names) - fresh)
+
+    def _share_of_norm(self, gradients: Iterable[Tensor], limit: float) -> float:
+        """Return the norm that this shard may have if the gradient of the whole replica may have `limit`."""
+        norms = fetch(*(torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients))
+        own = math.hypot(*map(float, norms))
+        word = torch.tensor([own], dtype=torch.float64).view(torch.uint8)
+        told = self.within.exchange([word])
+        whole = math.hypot(*(float(message.view(torch.float64)) for message in told))
+        return limit * (own / whole) if whole else limit
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -232,6 +249,7 @@ class State(state.State):
                 parameter.grad = _like(parameter, gradient + old)
             elif name in self._zeros:
                 parameter.grad = self._zeros[name]
+        self._deferred.clear()
         self.end_round()
 
 
@@ -247,16 +265,17 @@ class Sharded(checkpoint.Sharded):
             kind: {name: _like(self.state.parameters[name], part) for name, part in parts.items()}
             for kind, parts in state["memory"].items()
         }
-        kept = {name: state[name] for name in ("format", "seed", "step", "epoch")}
-        return {self._key: {**kept, "memory": memory}}
+        kept = {name: state[name] for name in ("seed", "step", "epoch")}
+        return {self._key: {**kept, "format": " ".join([str(checkpoint.FORMAT), *memory]), "memory": memory}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this replica's state."""
-        part = self._part(state)
+        part = dict(self._part(state))
         memory = {
             kind: {name: _local(tensor) for name, tensor in tensors.items()}
             for kind, tensors in part["memory"].items()
         }
+        self._expect_kinds(self._told(part), memory)
         if part["seed"] != self.state.options.seed:
             raise StateError(f"the state is of seed {part['seed']}, this job has {self.state.options.seed}")
         self.state.load_state_dict({**self.state.state_dict(), **part, "memory": memory})

@@ -9,6 +9,7 @@ two. Optional, and faster: `snapshot` with `restore`, and `put` with `leave_out`
 `snapshot_of`, `restore` and `give_back` below work with every memory.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -110,4 +111,6 @@ def restore(memory: Memory, snapshot: Mapping[str, Tensor]) -> None:
 def clip(vector: Tensor, limit: float) -> Tensor:
     """Return the vector, scaled down to the limit if its norm is larger."""
     norm = float(torch.linalg.vector_norm(vector))
+    if norm == math.inf:  # its square is, at entries of 2e19; they may be finite
+        norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
     return vector * (limit / norm) if norm > limit else vector

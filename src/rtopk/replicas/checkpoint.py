@@ -212,8 +212,9 @@ class Sharded:
     """A state whose keys include the rank.
 
     torch.distributed.checkpoint treats tensors under the same key on several ranks as copies and keeps one;
-    residuals differ. It has no checksum, so a digest is saved too: in the field `format`, because checkpoints
-    from before the digest must still have every key that is asked for.
+    residuals differ. It has no checksum, so a digest is saved too. It gives a reader only what that asks for, so
+    the kinds of vectors are saved too: a reader with other options would lose the rest unnoticed. Both are in the
+    field `format`, because older checkpoints must still have every key that is asked for.
     """
 
     def __init__(self, state: "State") -> None:
@@ -222,17 +223,35 @@ class Sharded:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state under this rank's key."""
         state = self.state.state_dict()
-        return {self._key: {**state, "format": f"{FORMAT} {digest(state).hex()}"}}
+        return {
+            self._key: {**state, "format": " ".join([str(FORMAT), digest(state).hex(), *state["memory"]])}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's part."""
         part = dict(self._part(state))
-        version, _, expected = str(part.get("format")).partition(" ")
-        if version == str(FORMAT):
-            part["format"] = FORMAT
+        expected, *kinds = self._told(part) or [""]
+        self._expect_kinds(kinds, part["memory"])
         if expected and digest(part).hex() != expected:
             raise StateError(f"{self._key} of the checkpoint is damaged: checksum is wrong; {FILE.advice}")
         self.state.load_state_dict(part)
+
+    def _told(self, part: dict[str, Any]) -> list[str]:
+        """Return what the field `format` tells besides the version, which is left there."""
+        version, *told = str(part.get("format")).split()
+        if version == str(FORMAT):
+            part["format"] = FORMAT
+        return told
+
+    def _expect_kinds(self, kinds: Sequence[str], memory: Mapping[str, Any]) -> None:
+        """Raise StateError if a checkpoint that tells its kinds of vectors holds others than were read."""
+        read = " ".join(memory).split()
+        if kinds and set(kinds) != set(read):
+            raise StateError(
+                f"{self._key} of the checkpoint holds {kinds}, and this job reads {read}: the rest would be lost. "
+                "Use the options of the job that wrote it (memory, exchange), and register with the optimizer "
+                "before you load"
+            )
 
     def _part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._key not in state:

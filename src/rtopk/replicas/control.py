@@ -65,7 +65,7 @@ def agree(controls: Sequence[Control]) -> None:
         (
             "density",
             "the ranks' schedules moved apart; call state.set_epoch with the same epoch on all ranks, "
-            "and let a schedule depend on its argument alone",
+            "state.flush on all or none, and let a schedule depend on its argument alone",
         ),
         ("scale", "the ranks' GradScalers moved apart; resume all ranks from one checkpoint"),
         (

@@ -123,7 +123,7 @@ def _groups(optimizer: Optimizer, owns: Callable[[Tensor], bool]) -> list[dict[s
 
 def _of(group: dict[str, Any], optimizer: Optimizer) -> tuple[float, bool]:
     """Return momentum and Nesterov's form of a group."""
-    momentum = _own(group) or float(group.get(TAKEN, 0.0))
+    momentum = float(group.get(TAKEN, 0.0)) or _own(group)  # a schedule of it may have written its own since
     if not momentum:
         return 0.0, False
     kind = type(optimizer).__name__

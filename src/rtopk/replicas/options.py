@@ -90,7 +90,8 @@ class Options:
         "auto": all-reduce from 8 ranks on.
     owner_density: with "all-reduce", the part of all entries that is passed on: `density` by default, or "all",
         which passes on everything that was sent.
-    clip_norm: clip each rank's gradient to this norm before it is added to the memory, as DGC does.
+    clip_norm: clip each rank's gradient (of a sharded model: each replica's) to this norm before it is added to the
+        memory, as DGC does.
     scope: "global" selects over the whole model, with one collective at the end of backward; "bucket" selects
         within each tensor and sends each bucket during backward.
     dense: which tensors are always sent in full; one-dimensional ones (biases, norms) by default.

@@ -47,6 +47,7 @@ class Round:
     def __init__(self, state: "State") -> None:
         self.state = state
         self.scale = state.scale
+        self.clip_norm = state.options.clip_norm  # an engine for shards sets this shard's part of it
         self.opening: InFlight | None = None  # of the headers, before any message
         self.messages: list[Sent] = []
         self.held: dict[str, Tensor] = {}  # means of an earlier round, in these gradients too
@@ -105,7 +106,7 @@ class Round:
                 raise self.failure
             if state.verifies and not self.messages:
                 weights = control.hash_weights(state.tensors.values())
-            clip_norm = state.options.clip_norm
+            clip_norm = self.clip_norm
             payloads = answer([group.stages(state.step, self.scale, idle, clip_norm) for group in groups])
         except Exception as error:
             # Whatever the error, the other ranks wait for a message of this size: report it there.
