@@ -1,6 +1,7 @@
 """What four ranks do in the FSDP tests: two sites of two ranks each, or other meshes where a test says so."""
 
 import contextlib
+import itertools
 import logging
 import warnings
 from typing import Any
@@ -443,6 +444,27 @@ def idle_after_a_deferral(at: Place) -> dict[str, Any]:
                 model.skips = True
                 loss_of(model, at.rank, 1).backward()
         found[scope] = [bits({"": full(model[1].weight.grad)}) for model in models]
+    return found
+
+
+def cleared_after_a_deferral(at: Place) -> dict[str, Any]:
+    """Exchange, defer once or twice, clear all gradients: the next mean is that of its own backward."""
+    mesh, found = meshes(), {}
+    for to_none, deferrals, skips in itertools.product((True, False), (1, 2), (False, True)):
+        model, other = (branches(mesh, density=1.0)[0] for _ in range(2))
+        loss_of(model, at.rank, 0).backward()
+        model.set_requires_all_reduce(False)
+        model.skips = skips  # a layer that the deferring backward leaves out has a mean that waits, too
+        for step in range(deferrals):
+            loss_of(model, at.rank, 1 + step).backward()
+        model.skips = False
+        model.set_requires_all_reduce(True)
+        model.zero_grad(set_to_none=to_none)
+        for one in (model, other):
+            loss_of(one, at.rank, 5).backward()
+        found[f"{to_none} {deferrals} {skips}"] = [
+            [bits({"": full(p.grad)}) for p in one.parameters()] for one in (model, other)
+        ]
     return found
 
 

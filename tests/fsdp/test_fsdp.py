@@ -19,6 +19,7 @@ FOUR = [
     scenarios.idle_from_the_start,
     scenarios.idle_in_a_second_backward,
     scenarios.idle_after_a_deferral,
+    scenarios.cleared_after_a_deferral,
     scenarios.clipped,
     scenarios.kinds_through_dcp,
     scenarios.options_differ,
@@ -153,6 +154,14 @@ def test_options_must_be_the_same_on_all_ranks(four: Results) -> None:
 @pytest.mark.parametrize("scope", ["global", "bucket"])
 def test_a_layer_that_the_last_micro_batch_leaves_out_is_exchanged(four: Results, scope: str) -> None:
     same(clean(four, "idle_after_a_deferral"), scope)
+
+
+def test_a_mean_that_was_cleared_does_not_come_back(four: Results) -> None:
+    for rank in clean(four, "cleared_after_a_deferral"):
+        cases = {name: pair for name, pair in rank.items() if name != "seconds"}
+        assert len(cases) == 8
+        for name, (found, expected) in cases.items():
+            assert found == expected, name
 
 
 def test_clipping_bounds_the_gradient_of_a_site_over_all_shards(four: Results) -> None:

@@ -55,6 +55,9 @@ class State(state.State):
         self._waiting: dict[str, Tensor] = {}  # means that were set aside before a round
         self._zeros: dict[str, Tensor] = {}  # gradients that were zero before this backward
         self._deferred: set[int] = set()  # parts that a backward without an all-reduce left to this one
+        self._left: dict[str, Tensor] = {}  # gradients, not zero, that such a backward left
+        self._backward = -1  # the last backward pass that reduced something
+        self._noting = False  # whether its end will note what it left
 
     @property
     def seed(self) -> int:
@@ -97,6 +100,12 @@ class State(state.State):
                 "states, and set epochs and scales, on all ranks alike"
             )
         return "; ".join(skipped), error
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from this rank's state; means that wait are of another point, and forgotten."""
+        super().load_state_dict(saved)
+        self._waiting.clear()
+        self._deferred.clear()
 
     def sharded(self) -> "Sharded":
         """Return this state for torch.distributed.checkpoint, which can change the number of shards."""
@@ -141,6 +150,9 @@ class State(state.State):
         task = torch._C._current_graph_task_id()
         if self.round is not None and task != self._task:  # an error ended the backward pass of that round
             self.end_round()
+        if task != self._backward:
+            self._backward, self._noting = task, False
+            self._forget_cleared()
         if part in self.reduced:
             if part < self.sent:
                 raise RuntimeError(
@@ -151,6 +163,9 @@ class State(state.State):
         if not _group(
             module
         ).all_reduce_grads:  # set_requires_all_reduce(False): another backward will follow
+            if not self._noting:
+                self._noting = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._note_left)
             self._set_aside(names)
             self._deferred.add(part)
             return
@@ -184,6 +199,25 @@ class State(state.State):
                 continue
             parameter.grad = None
             self.written.forget(id(parameter))
+
+    def _note_left(self) -> None:
+        """Note what a backward without an all-reduce leaves to the next one."""
+        names = [name for part in sorted(self._deferred) for name in self.parts[part][1]]
+        left = {name: gradient for name in names if (gradient := self.parameters[name].grad) is not None}
+        told = fetch(*(_local(gradient).any() for gradient in left.values()))
+        self._left = {name: left[name] for name, holds in zip(left, told, strict=True) if holds}
+
+    def _forget_cleared(self) -> None:
+        """Forget what waits for this backward if the user has cleared the gradients that an earlier one left."""
+        left, self._left = self._left, {}
+        there = {name: gradient for name, gradient in left.items() if self.parameters[name].grad is gradient}
+        told = fetch(*(_local(gradient).any() for gradient in there.values()))
+        kept = {name for name, holds in zip(there, told, strict=True) if holds}
+        for name in left.keys() - kept:
+            self._waiting.pop(name, None)
+        if left and not kept:  # all of them: the means of layers that had no gradient then, too
+            self._waiting.clear()
+            self._deferred.clear()
 
     def _fresh(self) -> set[str]:
         """Return the parameters with a gradient of this backward, or of one that left the exchange to it."""
