@@ -1,5 +1,6 @@
 """Many runs side by side: signals, kills, two runners in one folder, and a file that several write to."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -42,6 +43,29 @@ def start(*arguments):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_a_seed_gives_the_same_bits_with_avx2_and_avx512(tmp_path):
+    """torch's sums differ in their last bits; the command line keeps to AVX2, and what it is told goes."""
+    found = {}
+    for told in ("", "default"):
+        environment = {n: v for n, v in os.environ.items() if n != "ATEN_CPU_CAPABILITY"}
+        environment |= {"ATEN_CPU_CAPABILITY": told} if told else {}
+        command = [
+            sys.executable,
+            "-m",
+            "rtopk",
+            "train",
+            "--rounds",
+            "2",
+            "--out",
+            str(tmp_path / f"run{told}"),
+        ]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        record = json.loads((tmp_path / f"run{told}" / "record.json").read_text())
+        found[told] = record["environment"]["instructions"]
+    assert found[""] != "AVX512"
+    assert found["default"] in ("DEFAULT", "NO AVX")
 
 
 def long_demo(folder):

@@ -77,7 +77,7 @@ def test_train_writes_a_record_and_repeats(tmp_path):
     assert first.returncode == 0, first.stderr
     record = json.loads(first.stdout)
     assert json.loads((tmp_path / "a" / "record.json").read_text()) == record
-    again = CliRunner().invoke(app, ["train", *QUICK, "--out", str(tmp_path / "b"), "--json"])
+    again = rtopk("train", *QUICK, "--out", tmp_path / "b", "--json")
     assert json.loads(again.stdout)["weights"] == record["weights"]
     text = CliRunner().invoke(app, ["train", *QUICK, "--out", str(tmp_path / "a"), "--resume"])
     assert "accuracy" in text.stdout

@@ -37,6 +37,7 @@ def environment() -> dict[str, str | int]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
     }

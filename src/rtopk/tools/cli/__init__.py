@@ -41,6 +41,8 @@ COMMANDS = {
     "data": ("studies:data", "The data sets of the experiments."),
 }
 
+MEASURES = {"advise", "bench", "selftest"}  # of this machine as it is
+
 
 class Deferred(typer.core.TyperCommand):
     """A command whose file is imported when it is used."""
@@ -100,6 +102,8 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
+    if not MEASURES.intersection(sys.argv):
+        _fix_instructions()
     try:
         code = app(standalone_mode=False)
     except Exception as error:
@@ -113,6 +117,13 @@ def main() -> None:
         print(f"rtopk: {text}", file=sys.stderr)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fix_instructions() -> None:
+    """Keep torch to AVX2 where it could use AVX-512: a seed then gives the same bits on processors with either."""
+    processor = Path("/proc/cpuinfo")
+    if processor.is_file() and " avx512f " in processor.read_text():
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 
 
 def _wrong_use(error: Any) -> NoReturn:
