@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from rtopk.studies.paper import TABLES, Scale, Table, TableRow
+from rtopk.studies.paper import TABLES, Scale, Table, TableRow, step_size
 from rtopk.studies.paper.ablations import STUDIES
 from rtopk.studies.paper.reproduce import results_file, tuning
 from rtopk.studies.train.records import Record, SeedRuns, read
@@ -237,6 +237,8 @@ def render_page(page: str, scale: Scale, results: Path) -> str:
         render_table(name, table, scale, rows, [(pair, next(verdicts)) for pair in group])
         for (name, table, rows), group in zip(tables, pairs, strict=True)
     ]
+    if page == "explanations":
+        rendered.append(step_size.render(scale, results))
     return "\n\n".join([rules(leads), *rendered]) + "\n"
 
 
