@@ -55,7 +55,8 @@ class MovingR(Rule):
     def considered(self, k: int, d: int) -> int:
         """Return r of this round."""
         done = self.step / max(1, self.rounds - 1)
-        return RTopK(r_over_k=self.first * (self.last / self.first) ** done).considered(k, d)
+        factor = max(1.0, self.first * (self.last / self.first) ** done)  # 49 times 1 / 49 is less
+        return RTopK(r_over_k=factor).considered(k, d)
 
     def select(self, vector: Tensor, k: int, rng: torch.Generator) -> Tensor:
         """Return k ascending positions."""

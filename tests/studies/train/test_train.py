@@ -370,6 +370,10 @@ def test_a_run_may_use_fewer_examples():
 
 def test_r_may_grow_and_fall():
     vector = torch.arange(10_000.0)
+    assert Config(r_over_k=49.0, r_over_k_end=1.0, rounds=1).make_selector().considered(9, 99) == 99
+    fallen = Config(r_over_k=49.0, r_over_k_end=1.0, rounds=2).make_selector()
+    fallen.begin(1)
+    assert fallen.considered(9, 99) == 9
     for first, last in ((1.0, 4.0), (4.0, 1.0)):
         rule = Config(r_over_k=first, r_over_k_end=last, rounds=11).make_selector()
         node = Sparsifier(rule, 0.01, rtopk.NoMemory(), seed=1)
