@@ -1,6 +1,7 @@
 """The same seeds give the same weights in the loop, in simulation and in deployment; failure is an exit code."""
 
 import json
+import shlex
 
 import engines
 import pytest
@@ -8,7 +9,7 @@ import torch
 from flwr.app import Context, RecordDict
 from harness import LocalGrid
 
-from rtopk.studies.config import Config
+from rtopk.studies.config import Config, command
 from rtopk.studies.federation.app import Federation, client_app, server_app
 from rtopk.studies.train.loop import Run
 from rtopk.studies.train.records import digest
@@ -28,6 +29,14 @@ def in_process(**options):
     for _ in range(3):
         run.advance()
     return digest(run.vector())
+
+
+def trained(folder, **options):
+    """Train with `rtopk train`, which uses the instructions that `rtopk fed` uses, and return the digest."""
+    line = shlex.split(command(make_config(**options).to_dict()))
+    done = engines.rtopk(*line[1:], "--out", str(folder), "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)["weights"]
 
 
 def flower(engine, folder, *more):
@@ -53,7 +62,7 @@ def test_the_apps_end_with_the_weights_of_the_loop(tmp_path, options):
 @pytest.mark.slow
 def test_simulation_ends_with_the_weights_of_the_loop(tmp_path):
     record = flower("sim", tmp_path / "run")
-    assert record["weights"] == in_process()
+    assert record["weights"] == trained(tmp_path / "loop")
     assert record["refused"] == []
 
 
@@ -62,7 +71,7 @@ def test_simulation_ends_with_the_weights_of_the_loop(tmp_path):
 def test_deployment_ends_with_the_weights_of_the_loop(tmp_path, options):
     more = [part for name, value in options.items() for part in (f"--{name}", value)]
     record = flower("deploy", tmp_path / "run", *more)
-    assert record["weights"] == in_process(**options)
+    assert record["weights"] == trained(tmp_path / "loop", **options)
     assert engines.leftovers(tmp_path) == []
     check_ledger(record)
 
