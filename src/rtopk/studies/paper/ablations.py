@@ -155,7 +155,7 @@ def _shipped_beside() -> list[TableRow]:
     return rows
 
 
-def _cells(density: float) -> list[TableRow]:
+def _cells(density: float = 0.01) -> list[TableRow]:
     """The rules, means, memories and values that `_shipped` and `_around` leave out."""
     rules: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("top-k", "", {}), ("rtop-k", "r = 2 k", {"r_over_k": 2.0}), ("rtop-k", "r = n k", {}), ("dealt-k", "", {}),
@@ -218,7 +218,7 @@ def _masked_or_not() -> list[tuple[str, str]]:
     return [(_unmasked(at).label, _unmasked(at).label.removesuffix(", not masked")) for at in _DENSITIES]
 
 
-_CELLS = [row for density in _DENSITIES for row in _cells(density)]
+_CELLS = _cells()
 
 STUDIES = {
     "warm-up": _study(
