@@ -126,10 +126,12 @@ def draw(methods: Sequence[Times], path: Path, mbit: float = 100.0) -> None:
             color=colour, marker=marker, markersize=3.5, linewidth=1.4, label=one.method,
             linestyle="--" if "0.1 %" in one.method else "-",
         )  # fmt: skip
+    counts = sorted({len(one.result.records) for one in methods})
+    seeds = f"{counts[0]}{f' to {counts[-1]}' if counts[1:] else ''}"
     axis.set(
         xscale="log", xlabel=f"seconds at {rate(mbit)} (measured steps of ResNet-18, {NODES} nodes)",
         ylabel="accuracy on test data (%)",
-        title=f"{STUDY.title.partition(': ')[2]}, mean of {len(methods[0].result.records)} seeds",
+        title=f"{STUDY.title.partition(': ')[2]}, mean of {seeds} seeds",
     )  # fmt: skip
     axis.title.set_fontsize(9)
     axis.grid(alpha=0.3, which="both")
