@@ -189,6 +189,6 @@ EXPLANATIONS = {
     ),
     "why-agree-cifar10": _agree(
         "why-agree-cifar10", dataclasses.replace(_CIFAR, warm_up=0, rounds=600), (0.005, 0.015, 0.045),
-        ((5, (4, 16, 64)), (20, (4, 16))),
+        ((5, (4, 16, 64)),),
     ),
 }  # fmt: skip
