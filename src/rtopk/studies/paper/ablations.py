@@ -326,7 +326,7 @@ STUDIES = {
             task="shakespeare", split="contiguous", batch=4, rounds=400, evaluate_every=50, optimizer="adamw",
             clip_norm=1.0,
         ),
-        (0.0005, 0.002, 0.008), [*_shipped(), *map(_unmasked, _DENSITIES), *_rivals((1, 2))],
+        (0.0005, 0.002, 0.008), [*_shipped(), *map(_unmasked, _DENSITIES)],
         pairs=[*_moved(_shipped()), *_masked_or_not()],
     ),
     "shipped-adamw": _study(
