@@ -137,3 +137,14 @@ def test_a_recording_is_read_whole_or_refused(tmp_path):
     last.unlink()
     with pytest.raises(ValueError, match=r"lacks 1 of 15 files, step-00004-rank-2.gradients first"):
         Recording.read(tmp_path)
+
+
+def test_a_step_without_a_gradient_cannot_be_looked_at(tmp_path):
+    recorder = Recorder(tmp_path / "own", 0, 1, 500, 3, 500)
+    for step in range(3):
+        recorder.write(torch.randn(500, generator=generator(step)) if step else torch.zeros(500))
+    arguments = ["lab", "inspect", "--gradients", str(tmp_path / "own"), "--out", str(tmp_path)]
+    told = CliRunner().invoke(app, arguments)
+    assert told.exit_code == 2
+    assert "the gradient of round 0 is zero everywhere" in " ".join(told.output.split())
+    assert CliRunner().invoke(app, [*arguments, "--at", "2"]).exit_code == 0

@@ -150,6 +150,10 @@ class Inspector:
         """Measure the round last observed against the true gradient; errors are relative to its norm^2."""
         k = entries_sent(self.d, self.density)
         scale = float(true.square().sum())
+        if scale == 0.0:
+            raise ValueError(
+                f"the gradient of round {round_} is zero everywhere; look at other rounds (--at)"
+            )
         mean = torch.stack(list(gradients)).mean(0)
         schemes = []
         for one in self.candidates:
